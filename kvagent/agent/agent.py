@@ -1,0 +1,357 @@
+"""The sidecar: puts rank, leader or follower, sockets and HTTP together, and runs them.
+
+What it is, it learns from the engine's worker that joins: rank 0 makes it the leader, any other
+rank a follower. Until then it only listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from importlib.metadata import version
+
+import zmq.asyncio
+
+from kvagent.agent import http
+from kvagent.agent.follower import Follower
+from kvagent.agent.leader import Leader
+from kvagent.agent.local_server import Connection, LocalServer
+from kvagent.agent.rank import FabricFactory, Rank
+from kvagent.config import Config
+from kvagent.core.compare import differences
+from kvagent.core.layout import MemoryRange, allocate
+from kvagent.errors import AgentError, GeometryError, KVAgentError, ProtocolError
+from kvagent.memory.host import HostMemory, MappedMemory
+from kvagent.wire.messages import (
+    AbortPart,
+    Ack,
+    Allocate,
+    Allocated,
+    Attach,
+    Cancel,
+    Claim,
+    Complete,
+    Drain,
+    Drained,
+    Drop,
+    DropPeer,
+    Failed,
+    Fetch,
+    Hello,
+    Join,
+    JoinAccepted,
+    JoinLeader,
+    Local,
+    Meet,
+    Offer,
+    Ok,
+    Part,
+    PartDone,
+    Peer,
+    Ready,
+    Refused,
+    Register,
+    Registered,
+    Release,
+    ReleaseTicket,
+    Renew,
+    Waiting,
+)
+from kvagent.wire.peer import PeerServer
+
+log = logging.getLogger("kvagent.agent")
+
+TICK = 0.2
+"""Seconds between looks at the clock."""
+VERSION = version("kvagent")
+
+
+class Agent:
+    """`await start()`, then `await stop()`; both on the same loop."""
+
+    def __init__(self, config: Config, make_fabric: FabricFactory) -> None:
+        self.config = config
+        self.context = zmq.asyncio.Context()
+        self.rank = Rank(config, self.context, make_fabric, self._identity_changed)
+        self.leader = Leader(config, self.context, self.rank)
+        self.leader.team.changed = self._team_changed
+        self.follower: Follower | None = None
+        self.local = LocalServer(self._on_local, self._gone)
+        self.peers = PeerServer(self.context, self._on_peer)
+        self._worker: Connection | None = None
+        self._scheduler: Connection | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._http: http.Server | None = None
+
+    # ------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Binds everything before anything is published; errors are raised here."""
+        host, port = self.config.bind_address()
+        self.rank.host = self.config.advertised_host()
+        self.rank.port = self.peers.bind(host, port)
+        if self.config.socket:
+            self.local.listen(self.config.socket)
+        self.peers.start()
+        if self.config.http:
+            self._http = await http.serve(self)
+        self._spawn(self._clock())
+        log.info("kvagent %s: control %s, socket %s", VERSION, self.rank.endpoint,
+                 self.config.socket or "in-process")
+
+    async def stop(self) -> None:
+        """Ends what runs, closes every door. Transfers that are open fail; `drain` comes first."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._http is not None:
+            await self._http.close()
+        await self.leader.close()
+        await self._end_follower()
+        await self.rank.reset()
+        self.leader.outbox.flush()
+        await self.local.close()
+        await self.peers.close()
+        self.context.destroy(linger=0)
+
+    async def drain(self, timeout: float) -> tuple[str, ...]:
+        """See `EngineClient.drain`; also what SIGTERM does."""
+        return await self.leader.drain(timeout)
+
+    def adopt(self, sock: socket.socket) -> None:
+        """Serves a thread of this process: `EmbeddedAgent`."""
+        self.local.adopt(sock, in_process=True)
+
+    async def _clock(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(TICK)
+            try:
+                self.leader.tick()
+                self.rank.sweep(loop.time())
+                await self.rank.peers.sweep(loop.time())
+            except Exception:
+                log.exception("the clock's work failed")
+
+    # ------------------------------------------------------------ identity
+
+    def _identity_changed(self) -> None:
+        """The rank has a cache now, or none any more."""
+        me = self.rank.identity
+        if me is None or me.index == 0:
+            self.leader.set_identity(me)
+        if self.follower is not None:
+            self._spawn(self._end_follower())
+        if me is not None and me.index > 0:
+            self.follower = Follower(self.rank, me)
+
+    async def _end_follower(self) -> None:
+        follower, self.follower = self.follower, None
+        if follower is not None:
+            await follower.close()
+
+    def _team_changed(self) -> None:
+        if self._scheduler is not None:
+            self._announce(self._scheduler)
+
+    def _announce(self, scheduler: Connection) -> None:
+        team, me = self.leader.team, self.rank.identity
+        if me is None or not team.complete:
+            scheduler.send(Waiting(reason=team.missing()))
+            return
+        scheduler.send(
+            Ready(
+                engine_id=me.info.engine_id,
+                host=me.host,
+                port=me.port,
+                tp_size=me.info.tp_size,
+                epoch=team.epoch,
+                lease_seconds=self.config.lease_seconds,
+            )
+        )
+
+    # ------------------------------------------------------------ the engine's processes
+
+    def _gone(self, connection: Connection) -> None:
+        """End of file: that process is gone. Its cache stays, and peers go on reading."""
+        if connection is self._worker:
+            self._worker = None
+            log.info("the engine's worker is gone; its cache stays")
+        if connection is self._scheduler:
+            self._scheduler = None
+            self.leader.outbox.detach()
+            log.info("the scheduler is gone; leases run on until they expire")
+
+    async def _on_local(self, connection: Connection, message: Local) -> None:
+        match message:
+            case Join() | Allocate() | Register():
+                await self._on_worker(connection, message)
+            case Attach():
+                self._attach(connection)
+            case _ if connection is not self._scheduler:
+                raise ProtocolError(f"{type(message).__name__} before Attach")
+            case Offer():
+                self.leader.offer(message)
+            case Fetch():
+                self.leader.fetch(message)
+            case Ack(seq=seq):
+                self.leader.outbox.acknowledge(seq)
+            case Cancel(request_id=request_id):
+                self.leader.cancel(request_id)
+            case ReleaseTicket():
+                self.leader.release(message)
+            case DropPeer(engine_id=engine_id):
+                await self.leader.drop_peer(engine_id)
+            case Drain(timeout=timeout):
+                self._spawn(self._drain_for(connection, timeout))
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is not for a sidecar")
+
+    def _attach(self, connection: Connection) -> None:
+        if self._scheduler is not None:
+            raise AgentError("a scheduler is attached already; an engine has one")
+        connection.role = "scheduler"
+        self._scheduler = connection
+        self._announce(connection)
+        self.leader.outbox.attach(connection.send)
+
+    async def _drain_for(self, connection: Connection, timeout: float) -> None:
+        left = await self.drain(timeout)
+        self.leader.outbox.flush()
+        connection.send(Drained(left=left))
+
+    async def _on_worker(self, connection: Connection, message: Join | Allocate | Register) -> None:
+        if isinstance(message, Join):
+            if self._worker not in (None, connection):
+                raise AgentError("a worker is connected already; each needs a sidecar of its own")
+            if message.info.leader is None and (message.info.tp_rank or message.info.pp_rank):
+                raise AgentError(
+                    "WorkerInfo.leader is missing: every rank but 0 must say where rank 0's "
+                    "sidecar is (rank 0's worker.endpoint)"
+                )
+            self._worker = connection
+            connection.role = "worker"
+            self.leader.outbox.clear()
+            await self.rank.join(message.info)
+            connection.send(JoinAccepted(endpoint=self.rank.endpoint, version=VERSION))
+        elif connection is not self._worker:
+            raise AgentError("join() comes first")
+        elif isinstance(message, Allocate):
+            await self._allocate(connection, message)
+        else:
+            await self._register(connection, message)
+
+    async def _allocate(self, connection: Connection, message: Allocate) -> None:
+        info = self.rank.info
+        if info is None:
+            raise AgentError("join() comes first")
+        nbytes, views = allocate(message.specs, info, message.num_blocks)
+        loop = asyncio.get_running_loop()
+        memory = await loop.run_in_executor(None, HostMemory, nbytes)
+        ranges = (MemoryRange(memory.address, memory.nbytes, "dram", 0),)
+        try:
+            await self.rank.adopt(message.specs, views, ranges, message.num_blocks, [memory])
+        except BaseException:
+            memory.close()
+            raise
+        connection.send(
+            Allocated(nbytes=memory.nbytes, views=views, pages=memory.pages), [memory.fd]
+        )
+
+    async def _register(self, connection: Connection, message: Register) -> None:
+        kept: list[MappedMemory] = []
+        ranges: list[MemoryRange] = []
+        embedded = all(shared.address for shared in message.ranges)
+        if embedded and not connection.in_process:
+            raise GeometryError("addresses of another process cannot be registered")
+        fds = [] if embedded else connection.take_fds(len(message.ranges))
+        try:
+            if embedded:
+                ranges = [MemoryRange(r.address, r.nbytes, "dram", 0) for r in message.ranges]
+            for fd, shared in zip(fds, message.ranges, strict=False):
+                mapped = MappedMemory(fd, shared.nbytes, shared.offset)
+                kept.append(mapped)
+                ranges.append(MemoryRange(mapped.address, shared.nbytes, "dram", 0))
+            await self.rank.adopt(
+                message.specs, message.views, tuple(ranges), message.num_blocks, kept
+            )
+        except BaseException:
+            for mapped in kept:
+                mapped.close()
+            raise
+        connection.send(Registered())
+
+    # ------------------------------------------------------------ other sidecars
+
+    async def _on_peer(self, message: Peer) -> Peer:
+        try:
+            return await self._answer(message)
+        except KVAgentError as error:
+            return Refused(code="refused", message=str(error))
+
+    async def _answer(self, message: Peer) -> Peer:
+        leader, rank = self.leader, self.rank
+        match message:
+            case Hello():
+                return self._hello(message)
+            case Meet():
+                return rank.meet(message)
+            case Claim():
+                return await leader.claim(message)
+            case Renew():
+                return leader.renew(message)
+            case Complete():
+                return leader.complete(message)
+            case Release():
+                return leader.released(message)
+            case JoinLeader():
+                return leader.team.join(message, asyncio.get_running_loop().time())
+            case PartDone():
+                leader.part_done(message)
+                return Ok()
+            case Part():
+                if self.follower is None:
+                    return Refused(code="not_ready", message="this rank follows nobody")
+                return rank.start_part(message, self.follower.part_done)
+            case AbortPart(fetch_id=fetch_id, fence=fence):
+                if fence and not rank.abort_part(fetch_id).done:
+                    await rank.fence()
+                return rank.abort_part(fetch_id)
+            case Drop(engine_id=engine_id):
+                await rank.peers.drop(engine_id)
+                return Ok()
+            case _:
+                return Refused(code="protocol", message=f"{type(message).__name__} is no question")
+
+    def _hello(self, message: Hello) -> Peer:
+        """The first step of the handshake: who we are and whether we fit, before anything else."""
+        me, team = self.rank.identity, self.leader.team
+        if me is not None and message.sender == me.incarnation:
+            return Refused(
+                code="self",
+                message=f"you dialled yourself at {self.rank.endpoint}; is the advertised "
+                "address of the producer wrong?",
+            )
+        if me is None or me.index != 0 or not team.complete:
+            why = team.missing() if me is None or me.index == 0 else "rank 0 is elsewhere"
+            return Refused(code="not_ready", message=why)
+        if message.engine_id != me.info.engine_id:
+            return Refused(
+                code="wrong_engine",
+                message=f"{me.info.engine_id!r} is here, not {message.engine_id!r}",
+            )
+        found = tuple(differences(me.shape, message.shape))
+        if found:
+            return Refused(
+                code="mismatch", message="model or cache do not fit", differences=found
+            )
+        return team.welcome()
+
+    def _spawn(self, work: object) -> None:
+        task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+_ = Failed

@@ -1,0 +1,60 @@
+"""The short names under which failures are counted and reported.
+
+A cause is `name: text`. The name is one of a fixed set, so that it can be a metric's label; the
+text is for people.
+"""
+
+from __future__ import annotations
+
+from kvagent.core.lease import Verdict
+from kvagent.errors import (
+    BlockRangeError,
+    FabricError,
+    GeometryError,
+    HandshakeError,
+    KVAgentError,
+    PeerGoneError,
+    ProtocolError,
+)
+from kvagent.fabric.base import ReadCancelled
+
+_NAMES: tuple[tuple[type[KVAgentError], str], ...] = (
+    (ReadCancelled, "cancelled"),
+    (PeerGoneError, "peer_gone"),
+    (FabricError, "transport"),
+    (BlockRangeError, "block_range"),
+    (GeometryError, "geometry"),
+    (HandshakeError, "handshake"),
+    (ProtocolError, "protocol"),
+)
+
+CAUSES = frozenset(
+    {name for _, name in _NAMES}
+    | {verdict.value for verdict in Verdict if verdict is not Verdict.HELD}
+    | {
+        "draining",
+        "failed",
+        "internal",
+        "not_ready",
+        "peer_dropped",
+        "peer_restarted",
+        "rank_lost",
+        "rank_silent",
+        "reset",
+        "timed_out",
+    }
+)
+
+
+def cause_text(error: KVAgentError) -> str:
+    """`name: text` of an error."""
+    for kind, name in _NAMES:
+        if isinstance(error, kind):
+            return f"{name}: {error}"
+    return f"failed: {error}"
+
+
+def cause_name(cause: str) -> str:
+    """The name in front of a cause's text."""
+    name = cause.split(":", 1)[0]
+    return name if name in CAUSES else "failed"

@@ -1,0 +1,40 @@
+"""Who this sidecar is, once an engine's worker has joined and its cache is registered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvagent.core.layout import EngineShape, RankLayout
+from kvagent.core.specs import WorkerInfo
+from kvagent.wire.messages import RankCard
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """`incarnation` is new whenever the process, its fabric or its memory is."""
+
+    info: WorkerInfo
+    incarnation: str
+    shape: EngineShape
+    layout: RankLayout
+    host: str
+    port: int
+
+    @property
+    def index(self) -> int:
+        """Place among all ranks of the engine; 0 is the leader."""
+        return self.info.pp_rank * self.info.tp_size + self.info.tp_rank
+
+    @property
+    def world_size(self) -> int:
+        return self.info.tp_size * self.info.pp_size
+
+    def card(self) -> RankCard:
+        return RankCard(
+            tp_rank=self.info.tp_rank,
+            pp_rank=self.info.pp_rank,
+            host=self.host,
+            port=self.port,
+            incarnation=self.incarnation,
+            layout=self.layout,
+        )

@@ -1,0 +1,203 @@
+"""The unix socket server: connections, their descriptors, and what each message asks for.
+
+One connection is either a worker's (it speaks of memory) or a scheduler's (it speaks of
+transfers). Messages of one connection are taken in order; a bad one ends its connection with a
+`Failed` that says why, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+
+from kvagent.errors import KVAgentError, ProtocolError
+from kvagent.wire import local
+from kvagent.wire.messages import Failed, Local
+
+log = logging.getLogger("kvagent.local")
+
+MAX_UNSENT = 256 << 20
+"""Bytes kept for a scheduler that does not read; beyond that it is taken for dead."""
+MAX_CONNECTIONS = 64
+
+Handler = Callable[["Connection", Local], Awaitable[None]]
+
+
+class Connection:
+    """One engine process. `closed` is called once, when it has gone, whatever the reason."""
+
+    def __init__(
+        self, sock: socket.socket, handler: Handler, closed: Callable[[Connection], None]
+    ) -> None:
+        self.role = ""
+        self.in_process = False
+        self._socket = sock
+        self._handler = handler
+        self._closed = closed
+        self._loop = asyncio.get_running_loop()
+        self._reader = local.FrameReader()
+        self._inbox: asyncio.Queue[Local | None] = asyncio.Queue()
+        self._unsent = bytearray()
+        self._fds: list[int] = []
+        self._open = True
+        sock.setblocking(False)
+        self._loop.add_reader(sock.fileno(), self._readable)
+        self._task = asyncio.create_task(self._serve())
+
+    def send(self, message: Local, fds: Sequence[int] = ()) -> None:
+        """Queues a frame. Descriptors go at once: the socket of a waiting caller is empty."""
+        if not self._open:
+            return
+        data = local.frame(message)
+        try:
+            if fds:
+                sent = socket.send_fds(self._socket, [data], list(fds))
+            elif not self._unsent:
+                sent = self._socket.send(data)
+            else:
+                sent = 0
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            self._end(f"send: {error}")
+            return
+        if sent < len(data):
+            self._unsent += memoryview(data)[sent:]
+            if len(self._unsent) > MAX_UNSENT:
+                self._end("it does not read")
+                return
+            self._loop.add_writer(self._socket.fileno(), self._writable)
+
+    def take_fds(self, count: int) -> list[int]:
+        """The `count` descriptors that came with this message; the caller owns them."""
+        if len(self._fds) < count:
+            raise ProtocolError(f"{count} descriptors announced, {len(self._fds)} came")
+        taken, self._fds = self._fds[:count], self._fds[count:]
+        return taken
+
+    async def close(self) -> None:
+        self._end("the sidecar is stopping")
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def _readable(self) -> None:
+        try:
+            data, fds = local.receive(self._socket)
+            self._fds += fds
+            if len(self._fds) > local.MAX_FDS:
+                raise ProtocolError("more descriptors than messages that take them")
+            if not data:
+                self._end("end of stream")
+                return
+            for message in self._reader.feed(data):
+                self._inbox.put_nowait(message)
+        except BlockingIOError:
+            return
+        except ProtocolError as error:
+            self.send(Failed(code="ProtocolError", message=str(error)))
+            self._end(f"bad message: {error}")
+        except OSError as error:
+            self._end(str(error))
+
+    def _writable(self) -> None:
+        try:
+            sent = self._socket.send(self._unsent)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._end(f"send: {error}")
+            return
+        del self._unsent[:sent]
+        if not self._unsent:
+            self._loop.remove_writer(self._socket.fileno())
+
+    def _end(self, why: str) -> None:
+        if not self._open:
+            return
+        self._open = False
+        log.debug("connection of %s ended: %s", self.role or "nobody", why)
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_writer(self._socket.fileno())
+        self._socket.close()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+        self._inbox.put_nowait(None)
+
+    async def _serve(self) -> None:
+        try:
+            while (message := await self._inbox.get()) is not None:
+                try:
+                    await self._handler(self, message)
+                except KVAgentError as error:
+                    log.warning("%s refused: %s", type(message).__name__, error)
+                    self.send(Failed(code=type(error).__name__, message=str(error)))
+                except Exception as error:
+                    log.exception("%s failed", type(message).__name__)
+                    self.send(Failed(code="AgentError", message=f"internal error: {error!r}"))
+        finally:
+            self._closed(self)
+
+
+class LocalServer:
+    """Listens on the unix socket, and lets in only processes of our own user."""
+
+    def __init__(self, handler: Handler, gone: Callable[[Connection], None]) -> None:
+        self._handler = handler
+        self._gone = gone
+        self._connections: set[Connection] = set()
+        self._listener: socket.socket | None = None
+        self._path = ""
+
+    def listen(self, path: str) -> None:
+        self._listener = local.listen(path)
+        self._path = path
+        asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+
+    def adopt(self, sock: socket.socket, *, in_process: bool) -> Connection:
+        """Serves an open socket. `in_process`: the other end is a thread of this process."""
+        connection = Connection(sock, self._handler, self._closed)
+        connection.in_process = in_process
+        self._connections.add(connection)
+        return connection
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            log.warning("accept: %s", error)
+            return
+        try:
+            uid = local.peer_uid(sock)
+        except OSError:
+            sock.close()
+            return
+        if not local.allowed(uid) or len(self._connections) >= MAX_CONNECTIONS:
+            why = "too many connections" if local.allowed(uid) else f"uid {uid} is not ours"
+            log.warning("connection refused: %s", why)
+            try:
+                sock.send(local.frame(Failed(code="AgentError", message=f"refused: {why}")))
+            except OSError:
+                pass
+            sock.close()
+            return
+        self.adopt(sock, in_process=False)
+
+    def _closed(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._gone(connection)
+
+    async def close(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+            self._listener.close()
+            try:
+                os.unlink(self._path)
+            except OSError:
+                pass
+        for connection in list(self._connections):
+            await connection.close()

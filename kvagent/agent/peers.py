@@ -1,0 +1,249 @@
+"""What this rank knows of other engines: one `Session` for each, made by the handshake.
+
+The handshake has two steps. `Hello` to the engine's leader compares protocol and fingerprint and
+returns the layouts of all ranks; from them this rank decides which ranks it reads from. `Meet`
+to each of those returns the metadata that opens its memory. Each step runs once, whoever waits
+for it, in the background, and a peer that does not answer holds up nobody but its own fetches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import zmq.asyncio
+
+from kvagent.agent.identity import Identity
+from kvagent.config import Config, join_address
+from kvagent.core.plan import ReadPlan, assign, make_plan
+from kvagent.errors import HandshakeError, KVAgentError
+from kvagent.fabric.base import Fabric, Prepared, RemoteAgent
+from kvagent.wire.messages import Hello, Meet, Met, RankCard, Welcome
+from kvagent.wire.peer import PeerClient
+
+log = logging.getLogger("kvagent.peers")
+
+MAX_SESSIONS = 4096
+IDLE_SECONDS = 600.0
+"""A session that nobody used for so long is closed."""
+
+
+@dataclass(slots=True)
+class Source:
+    """One remote rank that this rank reads from."""
+
+    card: RankCard
+    remote: RemoteAgent
+    plan: ReadPlan
+    prepared: Prepared
+
+    def __str__(self) -> str:
+        return f"rank (tp {self.card.tp_rank}, pp {self.card.pp_rank})"
+
+
+@dataclass(slots=True)
+class Session:
+    """One other engine, as of `welcome.epoch`."""
+
+    engine_id: str
+    client: PeerClient
+    welcome: Welcome
+    last_used: float
+    sources: asyncio.Task[list[Source]] | None = None
+    closed: bool = False
+    readers: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while no read uses the session; only then may its memory be let go."""
+
+    def __post_init__(self) -> None:
+        self.idle.set()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        self.readers += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.readers -= 1
+            if self.readers == 0:
+                self.idle.set()
+
+    @property
+    def epoch(self) -> str:
+        return self.welcome.epoch
+
+
+@dataclass(slots=True)
+class PeerBook:
+    """All sessions of one rank; single flight for each peer."""
+
+    config: Config
+    context: zmq.asyncio.Context
+    identity: Callable[[], Identity]
+    fabric: Callable[[], Fabric]
+    handshakes: int = 0
+    refusals: int = 0
+    _sessions: dict[tuple[str, str, int], asyncio.Task[Session]] = field(default_factory=dict)
+    _closing: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def greet(self, engine_id: str, host: str, port: int, epoch: str) -> Session:
+        """The session with an engine; a handshake when there is none or its epoch is past.
+
+        `epoch` is the ticket's. Raises `HandshakeError`, or `PeerGoneError` when nobody answers.
+        """
+        key = (engine_id, host, port)
+        task = self._sessions.get(key)
+        if task is not None and task.done():
+            failed = task.cancelled() or task.exception() is not None
+            if failed or task.result().closed or task.result().epoch != epoch:
+                await self._close(key)
+                task = self._sessions.get(key)
+        if task is None:
+            if len(self._sessions) >= MAX_SESSIONS:
+                raise HandshakeError(f"sessions with {MAX_SESSIONS} engines are open already")
+            task = asyncio.create_task(self._hello(engine_id, host, port))
+            self._sessions[key] = task
+        session = await asyncio.shield(task)
+        session.last_used = asyncio.get_running_loop().time()
+        return session
+
+    async def _hello(self, engine_id: str, host: str, port: int) -> Session:
+        me = self.identity()
+        if engine_id == me.info.engine_id:
+            raise HandshakeError(
+                f"the ticket names engine {engine_id!r} at {join_address(host, port)}, which is "
+                "this engine: give each engine an id of its own"
+            )
+        client = PeerClient(self.context, host, port)
+        self.handshakes += 1
+        try:
+            hello = Hello(sender=me.incarnation, engine_id=engine_id, shape=me.shape)
+            answer = await client.call(hello, self.config.handshake_timeout)
+            if not isinstance(answer, Welcome):
+                raise HandshakeError(f"{client} answered Hello with {type(answer).__name__}")
+            for card in answer.ranks:
+                card.layout.validate()
+        except BaseException as error:
+            self.refusals += isinstance(error, HandshakeError)
+            await client.close()
+            raise
+        log.info("met engine %s at %s: %d ranks", engine_id, client, len(answer.ranks))
+        return Session(
+            engine_id=engine_id,
+            client=client,
+            welcome=answer,
+            last_used=asyncio.get_running_loop().time(),
+        )
+
+    async def sources(self, session: Session) -> list[Source]:
+        """The remote ranks that this rank reads from, their memory opened and plans prepared."""
+        if session.sources is None or (
+            session.sources.done()
+            and (session.sources.cancelled() or session.sources.exception() is not None)
+        ):
+            session.sources = asyncio.create_task(self._meet_all(session))
+        return await asyncio.shield(session.sources)
+
+    async def _meet_all(self, session: Session) -> list[Source]:
+        me = self.identity()
+        ranks = session.welcome.ranks
+        assignments = assign(me.layout, [card.layout for card in ranks])
+        found: list[Source] = []
+        try:
+            for assignment in assignments:
+                card = ranks[assignment.remote]
+                remote = await self._meet(session, card, me)
+                plan = make_plan(me.layout, card.layout, assignment)
+                fabric = self.fabric()
+                prepared = await fabric.prepare(remote, plan.local_rows, plan.remote_rows)
+                found.append(Source(card=card, remote=remote, plan=plan, prepared=prepared))
+        except BaseException:
+            await self._disconnect(found)
+            raise
+        return found
+
+    async def _meet(self, session: Session, card: RankCard, me: Identity) -> RemoteAgent:
+        client = PeerClient(self.context, card.host, card.port)
+        try:
+            meet = Meet(engine_id=session.engine_id, shape=me.shape, incarnation=card.incarnation)
+            answer = await client.call(meet, self.config.handshake_timeout)
+        finally:
+            await client.close()
+        if not isinstance(answer, Met):
+            raise HandshakeError(f"{client} answered Meet with {type(answer).__name__}")
+        return await asyncio.wait_for(
+            self.fabric().connect(answer.metadata), self.config.handshake_timeout
+        )
+
+    # ------------------------------------------------------------ endings
+
+    async def forget(self, session: Session) -> None:
+        """Ends a session that turned out to be stale; the next fetch makes a new one."""
+        session.closed = True
+        for key, task in list(self._sessions.items()):
+            if task.done() and not task.cancelled() and not task.exception():
+                if task.result() is session:
+                    await self._close(key)
+
+    async def drop(self, engine_id: str) -> None:
+        """Ends every session with an engine."""
+        for key in [key for key in self._sessions if key[0] == engine_id]:
+            await self._close(key)
+
+    async def sweep(self, now: float) -> None:
+        """Closes sessions that failed or that nobody used for a while."""
+        for key, task in list(self._sessions.items()):
+            if not task.done():
+                continue
+            if task.cancelled() or task.exception() or task.result().closed:
+                await self._close(key)
+            elif now - task.result().last_used > IDLE_SECONDS:
+                await self._close(key)
+
+    async def close(self) -> None:
+        for key in list(self._sessions):
+            await self._close(key)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def sessions(self) -> list[Session]:
+        """Those that are open now."""
+        return [
+            task.result()
+            for task in self._sessions.values()
+            if task.done() and not task.cancelled() and not task.exception()
+        ]
+
+    async def _close(self, key: tuple[str, str, int]) -> None:
+        task = self._sessions.pop(key, None)
+        if task is None:
+            return
+        task.cancel()
+        (session,) = await asyncio.gather(task, return_exceptions=True)
+        if not isinstance(session, Session):
+            return
+        session.closed = True
+        closing = asyncio.create_task(self._let_go(session))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _let_go(self, session: Session) -> None:
+        await session.idle.wait()
+        if session.sources is not None:
+            session.sources.cancel()
+            (sources,) = await asyncio.gather(session.sources, return_exceptions=True)
+            if isinstance(sources, list):
+                await self._disconnect(sources)
+        await session.client.close()
+
+    async def _disconnect(self, sources: list[Source]) -> None:
+        fabric = self.fabric()
+        for source in sources:
+            try:
+                await fabric.release(source.prepared)
+                await fabric.disconnect(source.remote)
+            except KVAgentError as error:  # the fabric is a newer one already
+                log.debug("disconnect: %s", error)

@@ -1,0 +1,285 @@
+"""One rank's share of the work: its memory, its fabric, the parts of fetches it reads.
+
+Every sidecar has one. It does not know what a lease is: it reads what it is told to, and reports
+when nothing of it can write any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import zmq.asyncio
+
+from kvagent.agent.identity import Identity
+from kvagent.agent.peers import PeerBook, Session, Source
+from kvagent.config import Config, join_address
+from kvagent.core.layout import EngineShape, MemoryRange, RankLayout, TensorView, differences
+from kvagent.core.specs import CacheSpec, WorkerInfo
+from kvagent.core.stats import ReadStats
+from kvagent.errors import AgentError, FabricError, HandshakeError, KVAgentError, PeerGoneError
+from kvagent.fabric.base import CancelFlag, Fabric
+from kvagent.wire.codec import unpack_blocks
+from kvagent.wire.messages import Meet, Met, Part, PartState, Peer, Refused
+
+log = logging.getLogger("kvagent.rank")
+
+FabricFactory = Callable[[str, Config], Fabric]
+"""Makes a fabric from the prefix of its agents' names, `engine_id/rank`."""
+
+KEEP_PARTS = 60.0
+"""Seconds that the result of a part is kept for a leader that asks again."""
+MAX_KEPT_PARTS = 65536
+
+
+@dataclass(slots=True)
+class PartRun:
+    """A part that runs or ran here. `task` is None when it was aborted before it came."""
+
+    cancelled: CancelFlag
+    task: asyncio.Task[PartState] | None
+    forget_at: float = float("inf")
+    result: PartState | None = None
+
+
+@dataclass(slots=True)
+class Rank:
+    config: Config
+    context: zmq.asyncio.Context
+    make_fabric: FabricFactory
+    changed: Callable[[], None]
+    """Called when this rank's identity is a new one."""
+    host: str = ""
+    port: int = 0
+    info: WorkerInfo | None = None
+    identity: Identity | None = None
+    fabric: Fabric | None = None
+    peers: PeerBook = field(init=False)
+    memory: object | None = None
+    bytes_read: int = 0
+    _parts: OrderedDict[str, PartRun] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self.peers = PeerBook(self.config, self.context, self.require_identity, self.require_fabric)
+
+    @property
+    def endpoint(self) -> str:
+        return join_address(self.host, self.port)
+
+    def require_identity(self) -> Identity:
+        if self.identity is None:
+            raise AgentError("no cache is registered here yet")
+        return self.identity
+
+    def require_fabric(self) -> Fabric:
+        if self.fabric is None:
+            raise AgentError("no cache is registered here yet")
+        return self.fabric
+
+    # ------------------------------------------------------------ the engine's worker
+
+    async def join(self, info: WorkerInfo) -> None:
+        """A worker that starts afresh: what the one before it left here goes away."""
+        await self.reset()
+        self.info = info
+
+    async def adopt(
+        self,
+        specs: dict[str, CacheSpec],
+        views: dict[str, TensorView],
+        ranges: tuple[MemoryRange, ...],
+        num_blocks: int,
+        memory: object,
+    ) -> None:
+        """Registers the engine's cache and takes on an identity. `memory` is kept alive."""
+        if self.info is None:
+            raise AgentError("join() comes first: the rank is not known yet")
+        if self.identity is not None:
+            raise AgentError("a cache is registered already; join() again to start afresh")
+        from kvagent.core.layout import build_layout, engine_shape
+
+        layout: RankLayout = build_layout(specs, self.info, views, ranges, num_blocks)
+        shape: EngineShape = engine_shape(self.info, specs)
+        name = f"{self.info.engine_id}/{self.info.pp_rank}.{self.info.tp_rank}"
+        fabric = self.make_fabric(name, self.config)
+        await fabric.start()
+        try:
+            await fabric.register(ranges)
+        except BaseException:
+            await fabric.close()
+            raise
+        self.fabric, self.memory = fabric, memory
+        self.identity = Identity(
+            info=self.info,
+            incarnation=uuid.uuid4().hex,
+            shape=shape,
+            layout=layout,
+            host=self.host,
+            port=self.port,
+        )
+        log.info(
+            "%s: rank tp %d/%d pp %d/%d, %d layers, %d blocks, %.1f MiB",
+            self.info.engine_id,
+            self.info.tp_rank,
+            self.info.tp_size,
+            self.info.pp_rank,
+            self.info.pp_size,
+            len(specs),
+            num_blocks,
+            sum(r.nbytes for r in ranges) / 2**20,
+        )
+        self.changed()
+
+    async def reset(self) -> None:
+        """Ends this incarnation: reads stop, peers lose the memory, the memory goes."""
+        if self.fabric is None:
+            return
+        had, self.identity = self.identity, None
+        for run in self._parts.values():
+            run.cancelled.cancel("reset: the engine started afresh")
+        await self.peers.close()
+        fabric, self.fabric = self.fabric, None
+        await fabric.close()
+        memory, self.memory = self.memory, None
+        close = getattr(memory, "close", None)
+        if close is not None:
+            close()
+        if had is not None:
+            self.changed()
+
+    # ------------------------------------------------------------ for consumers' ranks
+
+    def meet(self, message: Meet) -> Peer:
+        """Hands out the metadata, to who passes the same checks as at the leader's door."""
+        me = self.identity
+        if me is None or message.engine_id != me.info.engine_id:
+            here = me.info.engine_id if me else "no engine"
+            return Refused(code="wrong_engine", message=f"{here} is here, not {message.engine_id}")
+        if message.incarnation != me.incarnation:
+            return Refused(code="restarted", message="this rank is a new incarnation; greet again")
+        found = tuple(differences(me.shape, message.shape))
+        if found:
+            return Refused(code="mismatch", message="the caches do not fit", differences=found)
+        return Met(metadata=self.require_fabric().metadata)
+
+    # ------------------------------------------------------------ parts
+
+    def start_part(self, part: Part, done: Callable[[str, PartState], None]) -> PartState:
+        """Starts a part, or says how it stands when it is known. `done` is called at its end."""
+        run = self._parts.get(part.fetch_id)
+        if run is None:
+            run = PartRun(CancelFlag(), None)
+            run.task = asyncio.create_task(self._run(part, run, done))
+            self._parts[part.fetch_id] = run
+        return run.result or PartState(done=False)
+
+    def abort_part(self, fetch_id: str) -> PartState:
+        """Posts nothing more of a part; also of one that has yet to come."""
+        run = self._parts.get(fetch_id)
+        if run is None:
+            run = PartRun(CancelFlag(), None, time.monotonic() + KEEP_PARTS)
+            run.result = PartState(done=True, failure="cancelled: before it started")
+            self._parts[fetch_id] = run
+        run.cancelled.cancel("cancelled")
+        return run.result or PartState(done=False)
+
+    async def fence(self) -> None:
+        """Ends every read in flight, whatever the peers do; afterwards nothing can write."""
+        if self.fabric is None:
+            return
+        log.warning("fence: ending reads in flight by a new fetching agent")
+        await self.fabric.fence()
+        await self.peers.close()
+
+    def sweep(self, now: float) -> None:
+        """Forgets old results. `now` is `time.monotonic()`."""
+        for fetch_id, run in list(self._parts.items()):
+            if now >= run.forget_at or (
+                run.result is not None and len(self._parts) > MAX_KEPT_PARTS
+            ):
+                del self._parts[fetch_id]
+
+    def reading(self) -> int:
+        return sum(run.result is None for run in self._parts.values())
+
+    async def _run(
+        self, part: Part, run: PartRun, done: Callable[[str, PartState], None]
+    ) -> PartState:
+        started = time.monotonic()
+        try:
+            stats = await asyncio.wait_for(self._read(part, run.cancelled, started), None)
+            state = PartState(done=True, stats=stats)
+            self.bytes_read += stats.nbytes
+        except asyncio.CancelledError:
+            state = PartState(done=True, failure="reset: the sidecar is stopping")
+        except KVAgentError as error:
+            state = PartState(done=True, failure=f"{cause_of(error)}: {error}")
+        except Exception as error:
+            log.exception("part %s", part.fetch_id)
+            state = PartState(done=True, failure=f"internal: {error}")
+        run.result = state
+        run.forget_at = time.monotonic() + KEEP_PARTS
+        done(part.fetch_id, state)
+        return state
+
+    async def _read(self, part: Part, cancelled: CancelFlag, started: float) -> ReadStats:
+        session = await self.peers.greet(part.engine_id, part.host, part.port, part.epoch)
+        if session.epoch != part.epoch:
+            raise PeerGoneError(f"engine {part.engine_id} restarted since the ticket was made")
+        with session.reading():
+            sources = await self.peers.sources(session)
+            remote_blocks = unpack_blocks(part.remote_blocks)
+            local_blocks = unpack_blocks(part.local_blocks)
+            span = (part.start_token, part.num_tokens)
+            # Every source is checked before any is read.
+            chosen = [
+                (source, source.plan.select(local_blocks, remote_blocks, *span))
+                for source in sources
+            ]
+            wait = time.monotonic() - started
+            reads = [
+                asyncio.create_task(self._read_source(source, selection, cancelled))
+                for source, selection in chosen
+            ]
+            results = await asyncio.gather(*reads, return_exceptions=True)
+        total = ReadStats(wait=wait)
+        for result in results:
+            if isinstance(result, ReadStats):
+                total = total.merge(result)
+        for result in results:
+            if isinstance(result, PeerGoneError):
+                await self.peers.forget(session)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        # A read that was stopped because its sibling failed is not the cause.
+        failures.sort(key=lambda failure: getattr(failure, "cancelled", False))
+        if failures:
+            raise failures[0]
+        return total
+
+    async def _read_source(
+        self, source: Source, selection: object, cancelled: CancelFlag
+    ) -> ReadStats:
+        try:
+            return await self.require_fabric().read(source.prepared, selection, cancelled)
+        except KVAgentError:
+            cancelled.cancel("cancelled: another source of this fetch failed")
+            raise
+
+
+def cause_of(error: KVAgentError) -> str:
+    """The short name under which a failure is counted and reported."""
+    for kind, name in _CAUSES:
+        if isinstance(error, kind):
+            return name
+    return "failed"
+
+
+_CAUSES: tuple[tuple[type[KVAgentError], str], ...] = ()
+
+_ = (np, HandshakeError, FabricError, Session)

@@ -1,0 +1,155 @@
+"""The leader's list of its engine's ranks: who is there, where, and which incarnation.
+
+Followers say who they are once a second. One that has been silent for a while makes the engine
+not ready. One that comes back as another incarnation (or whose sidecar is known to be dead) can
+write nothing any more on behalf of the old one, and only then are its parts given up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq.asyncio
+
+from kvagent.agent.identity import Identity
+from kvagent.core.layout import differences
+from kvagent.core.topology import EngineTransferInfo
+from kvagent.wire.messages import JoinLeader, Peer, RankCard, Refused, Welcome, Welcomed
+from kvagent.wire.peer import PeerClient
+
+log = logging.getLogger("kvagent.team")
+
+SILENT_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class Member:
+    """A follower, as it last described itself."""
+
+    index: int
+    card: RankCard
+    client: PeerClient
+    last_seen: float
+    lost: bool = False
+
+
+class Team:
+    """`lost(index, why)` is called when a rank's old incarnation is known to be gone."""
+
+    def __init__(
+        self, context: zmq.asyncio.Context, lost: Callable[[int, str], None]
+    ) -> None:
+        self._context = context
+        self._lost = lost
+        self._members: dict[int, Member] = {}
+        self._me: Identity | None = None
+        self._generation = 0
+        self._closing: list[PeerClient] = []
+        self._was_complete = False
+        self.changed: Callable[[], None] = lambda: None
+
+    # ------------------------------------------------------------ who is there
+
+    def set_leader(self, me: Identity | None) -> None:
+        """This sidecar's own identity; None while it has no cache."""
+        if me != self._me:
+            self._me = me
+            self._generation += 1
+            self._notify()
+
+    def join(self, message: JoinLeader, now: float) -> Peer:
+        """A follower's sign of life."""
+        me = self._me
+        card = message.card
+        if me is None:
+            return Refused(code="not_ready", message="the leader has no cache yet")
+        if message.engine_id != me.info.engine_id:
+            return Refused(
+                code="wrong_engine",
+                message=f"this leads engine {me.info.engine_id!r}, not {message.engine_id!r}",
+            )
+        index = card.pp_rank * me.info.tp_size + card.tp_rank
+        if not (card.tp_rank < me.info.tp_size and 0 < index < me.world_size):
+            place = f"(tp {card.tp_rank}, pp {card.pp_rank})"
+            return Refused(code="wrong_rank", message=f"rank {place} is not a follower here")
+        found = tuple(d for d in differences(me.shape, message.shape) if d.field != "layers")
+        if found:
+            text = f"rank {index} describes another cache than rank 0"
+            return Refused(code="mismatch", message=text, differences=found)
+        card.layout.validate()
+        known = self._members.get(index)
+        if known is None or known.card != card:
+            if known is not None:
+                self._closing.append(known.client)
+                known.lost = True
+            client = PeerClient(self._context, card.host, card.port)
+            self._members[index] = Member(index, card, client, now)
+            self._generation += 1
+            if known is not None and known.card.incarnation != card.incarnation:
+                self._lost(index, "restarted")
+            log.info("rank %d is at %s", index, client)
+            self._notify()
+        else:
+            known.last_seen = now
+            self._notify_if_changed(now)
+        return Welcomed(leader=me.incarnation)
+
+    def followers(self) -> list[Member]:
+        return list(self._members.values())
+
+    @property
+    def complete(self) -> bool:
+        return self._me is not None and len(self._members) == self._me.world_size - 1
+
+    def missing(self) -> str:
+        """Why `complete` is false, for people."""
+        if self._me is None:
+            return "rank 0 has no cache registered yet"
+        absent = [i for i in range(1, self._me.world_size) if i not in self._members]
+        return f"waiting for ranks {absent} of {self._me.world_size}" if absent else ""
+
+    def silent(self, now: float) -> list[int]:
+        """Followers that have not been heard of for `SILENT_SECONDS`."""
+        return [m.index for m in self._members.values() if now - m.last_seen > SILENT_SECONDS]
+
+    # ------------------------------------------------------------ what others are told
+
+    @property
+    def epoch(self) -> str:
+        """Changes whenever any rank of the engine is another incarnation."""
+        me = self._me.incarnation[:16] if self._me else "none"
+        return f"{me}.{self._generation}"
+
+    def welcome(self) -> Welcome:
+        """All there is to know about this engine, but no key to its memory."""
+        me = self._me
+        assert me is not None  # `complete` was asked
+        cards = [me.card(), *(m.card for m in self._members.values())]
+        cards.sort(key=lambda card: (card.pp_rank, card.tp_rank))
+        return Welcome(epoch=self.epoch, info=transfer_info(me), ranks=tuple(cards))
+
+    # ------------------------------------------------------------ time
+
+    def sweep(self, now: float) -> None:
+        self._notify_if_changed(now)
+
+    async def close(self) -> None:
+        for client in [*self._closing, *(m.client for m in self._members.values())]:
+            await client.close()
+        self._members.clear()
+        self._closing.clear()
+
+    def _notify_if_changed(self, now: float) -> None:
+        if self.complete != self._was_complete:
+            self._notify()
+
+    def _notify(self) -> None:
+        self._was_complete = self.complete
+        self.changed()
+
+
+def transfer_info(me: Identity) -> EngineTransferInfo:
+    """The classic summary of this engine, from its leader's layout."""
+    raise NotImplementedError(me)

@@ -1,0 +1,1 @@
+"""What an engine imports: `WorkerClient`, `EngineClient`, `EmbeddedAgent`."""

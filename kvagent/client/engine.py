@@ -1,0 +1,344 @@
+"""`EngineClient`: what a scheduler calls. No call waits for the sidecar but `wait_ready`/`drain`.
+
+A reader thread takes reports off the socket and puts them into a queue; `step()` empties the
+queue. Sends go straight to the socket, which takes them without blocking; when it is full (the
+sidecar is stopped), they wait in a buffer that the thread flushes.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from typing import Any
+
+from kvagent.client.channel import Address, error_of, open_socket
+from kvagent.client.ticket import make_ticket, read_ticket
+from kvagent.core.output import KVConnectorOutput
+from kvagent.errors import AgentError, AgentLostError, DrainingError, KVAgentError
+from kvagent.wire import local
+from kvagent.wire.codec import BlockIds, pack_blocks
+from kvagent.wire.messages import (
+    Ack,
+    Attach,
+    Cancel,
+    Drain,
+    Drained,
+    DropPeer,
+    Failed,
+    Fetch,
+    Local,
+    Offer,
+    Ready,
+    ReleaseTicket,
+    Report,
+    Waiting,
+)
+
+log = logging.getLogger("kvagent.client")
+
+MAX_UNSENT = 64 << 20
+"""Bytes that may wait for a sidecar that does not read."""
+
+
+class EngineClient:
+    """The scheduler's side of the leader sidecar. One per engine; use it from one thread."""
+
+    def __init__(self, address: Address, *, timeout: float = 10.0) -> None:
+        self._socket = open_socket(address, timeout)
+        self._socket.setblocking(False)
+        self._reports: deque[Report] = deque()
+        self._acked = 0
+        self._offered: Counter[str] = Counter()
+        self._fetching: set[str] = set()
+        self._unsent = bytearray()
+        self._send_lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._ready: Ready | None = None
+        self._waiting = "the sidecar has not answered yet"
+        self._drained: Drained | None = None
+        self._failure: KVAgentError | None = None
+        self._lost = False
+        self._draining = False
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kvagent-client", daemon=True)
+        self._thread.start()
+        self._send(Attach())
+
+    # ------------------------------------------------------------ contract
+
+    def wait_ready(self, timeout: float = 30.0) -> None:
+        """Returns when every rank of this engine has its caches registered.
+
+        Raises `AgentError` naming what is missing after `timeout` seconds.
+        """
+        until = time.monotonic() + timeout
+        with self._changed:
+            while self._ready is None:
+                self._check()
+                if not self._changed.wait(until - time.monotonic()):
+                    raise AgentError(f"not ready after {timeout:g} s: {self._waiting}")
+
+    def offer(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> dict[str, Any]:
+        """Offers the first `num_tokens` tokens of a request, held in `block_ids`; no round trip.
+
+        Call it when the bytes are in the cache. The blocks belong to the transfer until
+        `request_id` comes out of `step()` in `finished_sending`. Returns the ticket.
+        """
+        ready = self._require_ready()
+        if num_tokens < 1:
+            raise AgentError(f"offer of {num_tokens} tokens: there is nothing to send")
+        blocks = pack_blocks(block_ids)
+        transfer_id, token = secrets.token_hex(16), secrets.token_bytes(16)
+        self._send(
+            Offer(
+                request_id=request_id,
+                transfer_id=transfer_id,
+                token=token,
+                blocks=blocks,
+                num_tokens=num_tokens,
+            )
+        )
+        self._offered[request_id] += 1
+        return make_ticket(ready, request_id, transfer_id, token, block_ids, num_tokens)
+
+    def fetch(
+        self,
+        request_id: str,
+        ticket: Mapping[str, Any],
+        block_ids: BlockIds,
+        start_token: int = 0,
+    ) -> None:
+        """Starts to fetch a ticket's tokens from `start_token` on into `block_ids`.
+
+        `block_ids` hold the request's tokens from token 0 (the blocks of a prefix hit included,
+        which are not written). They belong to the transfer until `request_id` comes out of
+        `step()` in `finished_recving`, with a reason in `failed_recving` when it failed.
+        """
+        self._require_ready()
+        parsed = read_ticket(ticket)
+        if request_id in self._fetching:
+            raise AgentError(f"request {request_id!r} is being fetched already")
+        if not 0 <= start_token < parsed.kvagent.num_tokens:
+            raise AgentError(
+                f"start_token {start_token} leaves none of {parsed.kvagent.num_tokens} tokens "
+                "to read; on a full prefix hit call release(ticket) instead"
+            )
+        self._send(
+            Fetch(
+                request_id=request_id,
+                engine_id=parsed.remote_engine_id,
+                host=parsed.remote_host,
+                port=parsed.remote_port,
+                epoch=parsed.kvagent.epoch,
+                transfer_id=parsed.kvagent.transfer_id,
+                token=parsed.token,
+                num_tokens=parsed.kvagent.num_tokens,
+                remote_blocks=parsed.blocks(),
+                local_blocks=pack_blocks(block_ids),
+                start_token=start_token,
+            )
+        )
+        self._fetching.add(request_id)
+
+    def release(self, ticket: Mapping[str, Any]) -> None:
+        """The ticket is not needed: the producer's blocks go back at once."""
+        parsed = read_ticket(ticket)
+        self._send(
+            ReleaseTicket(
+                engine_id=parsed.remote_engine_id,
+                host=parsed.remote_host,
+                port=parsed.remote_port,
+                transfer_id=parsed.kvagent.transfer_id,
+                token=parsed.token,
+            )
+        )
+
+    def cancel(self, request_id: str) -> None:
+        """Ends the request's offers and its fetch. Its blocks come back through `step()` all the
+        same; an unknown or finished request is no error."""
+        self._send(Cancel(request_id=request_id))
+
+    def step(self) -> KVConnectorOutput:
+        """Everything that ended since the last call, each request once."""
+        out = KVConnectorOutput()
+        if self._reports:
+            self._take_reports(out)
+        if self._lost and (self._offered or self._fetching):
+            self._fail_all(out)
+        return out
+
+    def drain(self, timeout: float = 30.0) -> tuple[str, ...]:
+        """Takes no new work, waits for the rest; returns the requests that had to be failed.
+
+        Their ends come through `step()` as always.
+        """
+        self._draining = True
+        self._send(Drain(timeout=timeout))
+        until = time.monotonic() + timeout + 10.0
+        with self._changed:
+            while self._drained is None:
+                self._check()
+                if not self._changed.wait(until - time.monotonic()):
+                    raise AgentError(f"the sidecar did not finish draining in {timeout:g} s")
+            return self._drained.left
+
+    def drop_peer(self, engine_id: str) -> None:
+        """That engine is gone: fail what waits for it now instead of at the deadline."""
+        self._send(DropPeer(engine_id=engine_id))
+
+    def close(self) -> None:
+        """Ends the connection; the sidecar takes it for the end of this scheduler."""
+        self._closing = True
+        self._wake()
+        self._thread.join(5.0)
+
+    # ------------------------------------------------------------ inside
+
+    def _require_ready(self) -> Ready:
+        if self._draining:
+            raise DrainingError("this engine is draining and takes no new transfers")
+        if self._lost:
+            raise AgentLostError("the sidecar is gone; start it again and open a new EngineClient")
+        if self._ready is None:
+            raise AgentError("not ready yet: call wait_ready() first")
+        return self._ready
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._lost:
+            raise AgentLostError("the sidecar closed the connection; see its log")
+
+    def _take_reports(self, out: KVConnectorOutput) -> None:
+        sending: set[str] = set()
+        recving: set[str] = set()
+        fetches: dict[str, Any] = {}
+        while self._reports:
+            report = self._reports.popleft()
+            if report.seq <= self._acked:
+                continue  # delivered again because our acknowledgement was on its way
+            self._acked = report.seq
+            part = report.output
+            sending |= part.finished_sending or set()
+            recving |= part.finished_recving or set()
+            out.failed_recving.update(part.failed_recving)
+            out.invalid_block_ids |= part.invalid_block_ids
+            out.expected_finished_count = part.expected_finished_count
+            if part.kv_connector_stats:
+                fetches.update(part.kv_connector_stats["fetches"])
+        out.finished_sending = sending or None
+        out.finished_recving = recving or None
+        out.kv_connector_stats = {"fetches": fetches} if fetches else None
+        for request_id in sending:
+            self._offered.pop(request_id, None)
+        self._fetching -= recving
+        self._send(Ack(seq=self._acked))
+
+    def _fail_all(self, out: KVConnectorOutput) -> None:
+        """With the sidecar died its reads, and nobody can read from it: all blocks are free."""
+        out.finished_sending = (out.finished_sending or set()) | set(self._offered) or None
+        out.finished_recving = (out.finished_recving or set()) | self._fetching or None
+        for request_id in self._fetching:
+            out.failed_recving[request_id] = "agent_lost: the sidecar of this engine is gone"
+        self._offered.clear()
+        self._fetching.clear()
+
+    def _send(self, message: Local) -> None:
+        data = local.frame(message)
+        with self._send_lock:
+            if self._lost:
+                return  # step() reports every open request as failed
+            sent = 0
+            if not self._unsent:
+                try:
+                    sent = self._socket.send(data)
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    return  # the thread sees the end of the stream and marks us lost
+            if sent == len(data):
+                return
+            if len(self._unsent) + len(data) > MAX_UNSENT:
+                raise AgentError("the sidecar does not read; is it stopped?")
+            self._unsent += memoryview(data)[sent:]
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self._wake_write.send(b"x")
+        except OSError:
+            pass
+
+    def _run(self) -> None:
+        reader = local.FrameReader()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            selector.register(self._wake_read, selectors.EVENT_READ)
+            try:
+                while not self._closing:
+                    for key, _ in selector.select():
+                        if key.fileobj == self._wake_read:
+                            self._wake_read.recv(4096)
+                        elif not self._receive(reader):
+                            return
+                    with self._send_lock:
+                        self._flush()
+                        events = selectors.EVENT_READ
+                        if self._unsent:
+                            events |= selectors.EVENT_WRITE
+                    selector.modify(self._socket, events)
+            except (OSError, KVAgentError) as error:
+                log.error("connection to the sidecar failed: %s", error)
+            finally:
+                with self._send_lock:
+                    self._lost = True
+                    self._socket.close()
+                with self._changed:
+                    self._changed.notify_all()
+                self._wake_read.close()
+                self._wake_write.close()
+
+    def _flush(self) -> None:
+        while self._unsent:
+            try:
+                sent = self._socket.send(self._unsent)
+            except BlockingIOError:
+                return
+            del self._unsent[:sent]
+
+    def _receive(self, reader: local.FrameReader) -> bool:
+        try:
+            data = self._socket.recv(1 << 18)
+        except BlockingIOError:
+            return True
+        if not data:
+            return False
+        for message in reader.feed(data):
+            if isinstance(message, Report):
+                self._reports.append(message)
+                continue
+            with self._changed:
+                match message:
+                    case Ready():
+                        self._ready = message
+                    case Waiting():
+                        self._waiting = message.reason
+                    case Drained():
+                        self._drained = message
+                    case Failed():
+                        self._failure = error_of(message)
+                        log.error("the sidecar refused: %s", message.message)
+                    case _:
+                        log.error("the sidecar sent a %s", type(message).__name__)
+                self._changed.notify_all()
+        return True
+
+
+

@@ -1,0 +1,292 @@
+"""The producer's table of offers: who may read which blocks, and until when.
+
+Theory of operation. An **offer** makes a lease on the blocks of one request. A **claim** binds it
+to one fetch of one consumer, which then **renews** it until it **completes**. The blocks go back
+to the engine (`take_finished`) when the lease ends, for whatever reason, and only then. The table
+answers `complete` with `HELD` only while the lease never lapsed: since the blocks were held all
+that time, every byte that was read before the question is right. That is the whole fence.
+
+    offered --claim--> claimed --complete--> completed
+       |                  |
+       +------------------+--> expired | released | cancelled | revoked
+
+An ended lease stays as a tombstone, so that a second delivery is answered as the first was, and a
+late one is told why. A claim that overtakes its offer (they travel on different sockets) is
+parked for a moment; the parking lot and the tombstones are bounded, so that no stranger can make
+the table grow. Times are the caller's `now`, in seconds of any monotonic clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["LeaseState", "LeaseTable", "Verdict", "blocks_digest"]
+
+
+class LeaseState(str, Enum):
+    OFFERED = "offered"
+    CLAIMED = "claimed"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    RELEASED = "released"
+    CANCELLED = "cancelled"
+    REVOKED = "revoked"
+
+
+class Verdict(str, Enum):
+    """The answer to every question about a lease. All but `HELD` and `RELEASED` mean: not good."""
+
+    HELD = "held"  # claim: it is yours; complete: every byte you read is right
+    RELEASED = "released"  # it ended by a release
+    UNKNOWN = "unknown"  # never offered here, or so long ago that it was forgotten
+    FORBIDDEN = "forbidden"  # the token is not the ticket's
+    MISMATCH = "mismatch"  # the ticket's block ids are not the offer's
+    USED = "used"  # another fetch holds or held it
+    EXPIRED = "expired"  # the lease ran out and the blocks went back
+    CANCELLED = "cancelled"  # the producer's engine cancelled the request
+    REVOKED = "revoked"  # the producer's memory is not what it was
+
+
+_ENDED = {
+    LeaseState.COMPLETED: Verdict.USED,
+    LeaseState.EXPIRED: Verdict.EXPIRED,
+    LeaseState.RELEASED: Verdict.RELEASED,
+    LeaseState.CANCELLED: Verdict.CANCELLED,
+    LeaseState.REVOKED: Verdict.REVOKED,
+}
+
+
+def blocks_digest(blocks: Sequence[bytes]) -> bytes:
+    """32 bytes that stand for the block ids of a ticket, one int32 string per cache group."""
+    digest = hashlib.sha256()
+    for group in blocks:
+        digest.update(len(group).to_bytes(8, "little"))
+        digest.update(group)
+    return digest.digest()
+
+
+@dataclass(slots=True)
+class Lease:
+    transfer_id: str
+    token: bytes
+    request_id: str
+    digest: bytes
+    num_blocks: int
+    expires_at: float
+    state: LeaseState = LeaseState.OFFERED
+    holder: str = ""
+
+    @property
+    def live(self) -> bool:
+        return self.state in (LeaseState.OFFERED, LeaseState.CLAIMED)
+
+
+@dataclass(slots=True, frozen=True)
+class ParkedClaim:
+    token: bytes
+    fetch_id: str
+    digest: bytes
+    until: float
+
+
+class LeaseTable:
+    """All leases of one engine; lives at its leader. Not thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        lease_seconds: float,
+        park_seconds: float = 2.0,
+        tombstone_seconds: float = 300.0,
+        max_parked: int = 1024,
+        max_tombstones: int = 65536,
+    ) -> None:
+        self.lease_seconds = lease_seconds
+        self.park_seconds = park_seconds
+        self.tombstone_seconds = tombstone_seconds
+        self.max_parked = max_parked
+        self.max_tombstones = max_tombstones
+        self._live: dict[str, Lease] = {}
+        self._tombstones: OrderedDict[str, tuple[Lease, float]] = OrderedDict()
+        self._parked: dict[str, ParkedClaim] = {}
+        self._by_request: dict[str, set[str]] = {}
+        self._finished: set[str] = set()
+        self.ended: Counter[str] = Counter()
+
+    # ------------------------------------------------------------ the engine's side
+
+    def offer(
+        self, now: float, transfer_id: str, token: bytes, request_id: str, blocks: Sequence[bytes]
+    ) -> tuple[str, Verdict] | None:
+        """A new lease. Returns `(fetch_id, verdict)` when a parked claim can now be answered.
+
+        A second offer of the same transfer changes nothing.
+        """
+        if transfer_id in self._live or transfer_id in self._tombstones:
+            return None
+        lease = Lease(
+            transfer_id=transfer_id,
+            token=token,
+            request_id=request_id,
+            digest=blocks_digest(blocks),
+            num_blocks=sum(len(group) // 4 for group in blocks),
+            expires_at=now + self.lease_seconds,
+        )
+        self._live[transfer_id] = lease
+        self._by_request.setdefault(request_id, set()).add(transfer_id)
+        parked = self._parked.pop(transfer_id, None)
+        if parked is None:
+            return None
+        verdict = self.claim(now, transfer_id, parked.token, parked.fetch_id, parked.digest)
+        assert verdict is not None  # the offer is there: nothing to park
+        return parked.fetch_id, verdict
+
+    def cancel(self, now: float, request_id: str) -> bool:
+        """Ends every lease of a request; its blocks may be reused at once, since whoever reads
+        them still is told `CANCELLED`. False when there is none."""
+        transfers = self._by_request.get(request_id)
+        for transfer_id in list(transfers or ()):
+            self._end(now, self._live[transfer_id], LeaseState.CANCELLED)
+        return bool(transfers)
+
+    def revoke_all(self, now: float) -> None:
+        """The memory behind the leases is not what it was: none of them is good any more."""
+        for lease in list(self._live.values()):
+            self._end(now, lease, LeaseState.REVOKED)
+
+    def take_finished(self) -> set[str]:
+        """Requests whose blocks may be reused, each exactly once."""
+        finished, self._finished = self._finished, set()
+        return finished
+
+    # ------------------------------------------------------------ the consumer's side
+
+    def claim(
+        self, now: float, transfer_id: str, token: bytes, fetch_id: str, digest: bytes
+    ) -> Verdict | None:
+        """Binds the lease to `fetch_id`. None: parked, the answer comes from `offer` or `sweep`."""
+        lease = self._find(now, transfer_id)
+        if lease is None:
+            if transfer_id not in self._parked and len(self._parked) < self.max_parked:
+                until = now + self.park_seconds
+                self._parked[transfer_id] = ParkedClaim(token, fetch_id, digest, until)
+            parked = self._parked.get(transfer_id)
+            same = parked is not None and parked.fetch_id == fetch_id
+            return None if same else Verdict.UNKNOWN
+        if not hmac.compare_digest(lease.token, token):
+            return Verdict.FORBIDDEN
+        if not lease.live:
+            return _ENDED[lease.state]
+        if lease.holder and lease.holder != fetch_id:
+            return Verdict.USED
+        if lease.digest != digest:
+            return Verdict.MISMATCH
+        lease.holder = fetch_id
+        lease.state = LeaseState.CLAIMED
+        lease.expires_at = now + self.lease_seconds
+        return Verdict.HELD
+
+    def renew(self, now: float, transfer_id: str, fetch_id: str) -> Verdict:
+        """Another `lease_seconds` from now, for the holder only."""
+        lease = self._find(now, transfer_id)
+        if lease is None:
+            return Verdict.UNKNOWN
+        if lease.holder != fetch_id:
+            return Verdict.USED
+        if not lease.live:
+            return _ENDED[lease.state]
+        lease.expires_at = now + self.lease_seconds
+        return Verdict.HELD
+
+    def complete(self, now: float, transfer_id: str, token: bytes, fetch_id: str) -> Verdict:
+        """All reads have ended: `HELD` if the lease never lapsed, and then it ends here."""
+        lease = self._find(now, transfer_id)
+        if lease is None:
+            return Verdict.UNKNOWN
+        if not hmac.compare_digest(lease.token, token):
+            return Verdict.FORBIDDEN
+        if lease.holder != fetch_id:
+            return Verdict.USED if lease.holder else _ENDED.get(lease.state, Verdict.UNKNOWN)
+        if lease.live:
+            self._end(now, lease, LeaseState.COMPLETED)
+            return Verdict.HELD
+        return Verdict.HELD if lease.state is LeaseState.COMPLETED else _ENDED[lease.state]
+
+    def release(self, now: float, transfer_id: str, token: bytes, fetch_id: str) -> Verdict:
+        """The consumer will not read (any more). `fetch_id` is empty when it never claimed."""
+        parked = self._parked.get(transfer_id)
+        if parked is not None and parked.fetch_id == fetch_id:
+            del self._parked[transfer_id]
+        lease = self._find(now, transfer_id)
+        if lease is None:
+            return Verdict.UNKNOWN
+        if not hmac.compare_digest(lease.token, token):
+            return Verdict.FORBIDDEN
+        if lease.holder and lease.holder != fetch_id:
+            return Verdict.USED
+        if lease.live:
+            self._end(now, lease, LeaseState.RELEASED)
+        return _ENDED[lease.state]
+
+    # ------------------------------------------------------------ time
+
+    def sweep(self, now: float) -> list[str]:
+        """Ends what ran out. Returns the fetch ids of parked claims whose offer never came.
+
+        Every lease is looked at: expiry order is not insertion order once leases are renewed.
+        """
+        for lease in [lease for lease in self._live.values() if now >= lease.expires_at]:
+            self._end(now, lease, LeaseState.EXPIRED)
+        late = [key for key, claim in self._parked.items() if now >= claim.until]
+        answers = [self._parked.pop(key).fetch_id for key in late]
+        while self._tombstones:
+            _, forget_at = next(iter(self._tombstones.values()))
+            if now < forget_at and len(self._tombstones) <= self.max_tombstones:
+                break
+            self._tombstones.popitem(last=False)
+        return answers
+
+    # ------------------------------------------------------------ for people
+
+    def counts(self) -> dict[str, int]:
+        """Leases by live state, and the sizes of the bounded tables."""
+        states = Counter(lease.state.value for lease in self._live.values())
+        return {
+            "offered": states["offered"],
+            "claimed": states["claimed"],
+            "blocks": sum(lease.num_blocks for lease in self._live.values()),
+            "parked": len(self._parked),
+            "tombstones": len(self._tombstones),
+        }
+
+    def live(self) -> Iterable[Lease]:
+        return self._live.values()
+
+    # ------------------------------------------------------------ inside
+
+    def _find(self, now: float, transfer_id: str) -> Lease | None:
+        lease = self._live.get(transfer_id)
+        if lease is None:
+            entry = self._tombstones.get(transfer_id)
+            return entry[0] if entry else None
+        if now >= lease.expires_at:  # lapsed, though no sweep has come by yet
+            self._end(now, lease, LeaseState.EXPIRED)
+        return lease
+
+    def _end(self, now: float, lease: Lease, state: LeaseState) -> None:
+        lease.state = state
+        self.ended[state.value] += 1
+        del self._live[lease.transfer_id]
+        self._tombstones[lease.transfer_id] = (lease, now + self.tombstone_seconds)
+        if len(self._tombstones) > self.max_tombstones:
+            self._tombstones.popitem(last=False)
+        transfers = self._by_request[lease.request_id]
+        transfers.discard(lease.transfer_id)
+        if not transfers:
+            del self._by_request[lease.request_id]
+            self._finished.add(lease.request_id)

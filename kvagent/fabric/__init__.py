@@ -1,0 +1,1 @@
+"""Moving bytes: `base` says what a fabric does, `nixl` does it, `loopback` plays it in tests."""

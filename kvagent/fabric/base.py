@@ -1,0 +1,201 @@
+"""What a fabric does: read spans of bytes out of another process's registered memory.
+
+The interface of `nixl` (the real one) and `loopback` (in-process, with faults to order). What it
+promises beyond the signatures:
+
+* All methods are called from one asyncio loop, and resolve on it.
+* `read` returns, or raises, only when nothing that it posted can still write. A read in flight
+  cannot be called back: cancelling it, by its flag or by cancelling the task that awaits it, means
+  that no further piece is posted, and it still waits for those that were.
+* `fence` is what ends a read whose peer hangs. It ends every read of this fabric; whoever reads
+  *from* this fabric notices nothing.
+* Whoever holds a `PeerMetadata` has power over the process that made it, and a damaged one may
+  crash the process that loads it: it travels between authenticated peers only.
+
+Which bytes to read is not decided here: see `kvagent.core.plan`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvagent.core.regions import MemoryRange
+from kvagent.core.stats import ReadStats
+from kvagent.errors import FabricError, HandshakeError
+
+__all__ = [
+    "PROBE_BYTES",
+    "CancelFlag",
+    "Fabric",
+    "Kind",
+    "PeerMetadata",
+    "Prepared",
+    "ReadCancelled",
+    "RemoteAgent",
+    "Selection",
+    "check_metadata",
+    "check_probe",
+    "settled",
+]
+
+Kind = Literal["dram", "vram"]
+IndexArray = npt.NDArray[np.int32]
+RowArray = npt.NDArray[np.uint64]
+T = TypeVar("T")
+
+PROBE_BYTES = 4096
+"""Size of the canary that every fabric registers and every `connect` reads."""
+
+
+class ReadCancelled(FabricError):
+    """The read was cancelled; nothing of it is in flight any more, part of it may have landed."""
+
+
+class PeerMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a peer needs to read from us. `options` are settings that must be the same on both
+    sides; the probe is `PROBE_BYTES` of random bytes at `probe_address`, known by their SHA-256."""
+
+    agent: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+    blob: Annotated[bytes, msgspec.Meta(max_length=16 << 20)]
+    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    """SHA-256 of `blob`."""
+    probe_address: Annotated[int, msgspec.Meta(ge=0)]
+    probe_digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    options: dict[str, str]
+
+
+def check_metadata(meta: PeerMetadata, options: Mapping[str, str]) -> None:
+    """Raises `HandshakeError` when the blob is damaged or an option is not ours."""
+    if hashlib.sha256(meta.blob).digest() != meta.digest:
+        raise HandshakeError(f"metadata of {meta.agent} does not match its digest")
+    for name in sorted({*meta.options, *options}):
+        theirs, ours = meta.options.get(name, "unset"), options.get(name, "unset")
+        if theirs != ours:
+            raise HandshakeError(
+                f"fabric option {name} is {ours!r} here and {theirs!r} at {meta.agent}: "
+                "it must be the same on both sides"
+            )
+
+
+def check_probe(meta: PeerMetadata, probe: bytes) -> None:
+    """Raises `HandshakeError` unless `probe` is what the peer's memory holds."""
+    if hashlib.sha256(probe).digest() != meta.probe_digest:
+        raise HandshakeError(f"the probe read from {meta.agent} is not what it promised")
+
+
+class CancelFlag:
+    """Says to a read that it should end; carries the first reason. Any thread may set it."""
+
+    __slots__ = ("reason",)
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        return self.reason is not None
+
+    def cancel(self, reason: str) -> None:
+        if self.reason is None:
+            self.reason = reason
+
+
+class RemoteAgent:
+    """A peer that `connect` has verified. A handle: valid until `disconnect` or `fence`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Prepared:
+    """Descriptor lists for one peer. A handle: valid until `release`, or as long as its peer."""
+
+    def __init__(self, remote: RemoteAgent) -> None:
+        self.remote = remote
+
+
+class Selection(Protocol):
+    """What to read. Entry k of the index arrays reads descriptor `remote_index[k]` of the prepared
+    remote rows into `local_index[k]` of the local ones; `extra` is M x 3 uint64, each row a local
+    address, a remote address and a length."""
+
+    @property
+    def local_index(self) -> IndexArray: ...
+    @property
+    def remote_index(self) -> IndexArray: ...
+    @property
+    def extra(self) -> RowArray: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def descriptors(self) -> int: ...
+
+
+class Fabric(Protocol):
+    """See the module. Every method may raise `FabricError`; what else it may raise is said."""
+
+    @property
+    def metadata(self) -> PeerMetadata:
+        """Opens everything that is registered by now to a peer."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None:
+        """Ends all reads, as `fence` does, and serves no more. Safe to call twice."""
+
+    async def register(self, ranges: Sequence[MemoryRange]) -> None:
+        """Adds memory, to read into and to be read from. It must stay mapped until `close`."""
+
+    async def connect(self, meta: PeerMetadata) -> RemoteAgent:
+        """Loads the peer's metadata and reads its probe. `HandshakeError`: damaged metadata, other
+        options, or other bytes than promised. Cancelling it does not wait."""
+
+    async def disconnect(self, remote: RemoteAgent) -> None:
+        """Ends its reads, waits for them, forgets the peer and what was prepared for it."""
+
+    async def prepare(
+        self,
+        remote: RemoteAgent,
+        local_rows: RowArray,
+        remote_rows: RowArray,
+        *,
+        local_kind: Kind = "dram",
+        remote_kind: Kind = "dram",
+    ) -> Prepared:
+        """Rows are N x 5: (address, length, device, stride, count), `count` descriptors each; the
+        same N and lengths on both sides, one kind of memory and one device per side."""
+
+    async def read(
+        self, prepared: Prepared, selection: Selection, cancelled: CancelFlag
+    ) -> ReadStats:
+        """Raises `ReadCancelled`, `PeerGoneError` (connect anew), `BlockRangeError` (an index that
+        was not prepared; nothing was posted) or another `FabricError`."""
+
+    async def release(self, prepared: Prepared) -> None: ...
+
+    async def fence(self) -> None:
+        """Ends every read at once, so that none of them writes any more; each raises `FabricError`.
+        All `RemoteAgent` and `Prepared` handles become invalid: connect again."""
+
+
+async def settled(future: asyncio.Future[T], cancelled: CancelFlag) -> T:
+    """The result of a read's future, waited for even when the awaiting task is cancelled."""
+    interrupted: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            interrupted = error
+            cancelled.cancel("the task that waited for the read was cancelled")
+    if interrupted is not None:
+        if not future.cancelled():
+            future.exception()
+        raise interrupted
+    return future.result()

@@ -1,0 +1,82 @@
+"""Bytes to messages and back, with a size cap before any byte is decoded.
+
+msgpack through msgspec, strictly typed: an unknown field, a wrong type or a wrong tag is a
+`ProtocolError`, never an exception of a library and never an object of a type we did not name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+
+from kvagent.errors import BlockRangeError, GeometryError, ProtocolError
+
+T = TypeVar("T")
+
+MAX_BLOCKS = 1 << 22
+"""Most block ids one transfer may name (64 M tokens at 16 tokens a block)."""
+
+
+class Codec(Generic[T]):
+    """Encodes and decodes one tagged union `types`, refusing more than `max_bytes` bytes."""
+
+    def __init__(self, types: Any, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(types, strict=True)
+
+    def encode(self, message: T) -> bytes:
+        data = self._encoder.encode(message)
+        if len(data) > self.max_bytes:
+            raise ProtocolError(
+                f"{type(message).__name__} takes {len(data)} bytes, the cap is {self.max_bytes}"
+            )
+        return data
+
+    def decode(self, data: bytes | memoryview) -> T:
+        if len(data) > self.max_bytes:
+            raise ProtocolError(f"a message of {len(data)} bytes, the cap is {self.max_bytes}")
+        try:
+            return self._decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, GeometryError) as error:
+            raise ProtocolError(f"not a message: {error}") from error
+
+
+BlockIds = Sequence[int] | Sequence[Sequence[int]]
+"""What an engine passes: a list of ints, or one list for each cache group."""
+
+
+def pack_blocks(block_ids: BlockIds) -> tuple[bytes, ...]:
+    """One little-endian int32 string per cache group; a flat list is group 0.
+
+    Raises `BlockRangeError` for anything that is not a list of non-negative 31-bit ints.
+    """
+    import numpy as np
+
+    if len(block_ids) and not isinstance(block_ids[0], int):
+        groups = list(cast("Sequence[Sequence[int]]", block_ids))
+    else:
+        groups = [cast("Sequence[int]", block_ids)]
+    packed = []
+    for group in groups:
+        try:
+            array = np.asarray(group, dtype="<i8")
+        except (TypeError, ValueError, OverflowError) as error:
+            raise BlockRangeError(f"block ids must be a list of ints: {error}") from error
+        if array.ndim != 1 or (array.size and (array.min() < 0 or array.max() >= 1 << 31)):
+            raise BlockRangeError("block ids must be a flat list of ints from 0 to 2**31 - 1")
+        if array.size > MAX_BLOCKS:
+            raise BlockRangeError(f"{array.size} block ids, the cap is {MAX_BLOCKS}")
+        packed.append(array.astype("<i4").tobytes())
+    return tuple(packed)
+
+
+def unpack_blocks(packed: Sequence[bytes]) -> list[Any]:
+    """The int32 arrays of `pack_blocks`; raises `ProtocolError` when the bytes are not whole."""
+    import numpy as np
+
+    if any(len(group) % 4 or len(group) > 4 * MAX_BLOCKS for group in packed):
+        raise ProtocolError("block ids are not whole int32 values, or too many")
+    return [np.frombuffer(group, dtype="<i4").astype(np.int32, copy=False) for group in packed]

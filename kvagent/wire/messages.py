@@ -1,0 +1,400 @@
+"""Every message of both protocols, as two tagged unions.
+
+`Local`: between an engine's processes and their sidecar, over the unix socket.
+`Peer`: between sidecars, over ZMQ; each one is a call (answered by the message named beside it).
+
+Durations travel, never times. Block ids travel as little-endian int32 strings, one per cache
+group. Everything is idempotent: a second delivery is answered as the first one was.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvagent.core.compare import Difference, EngineShape
+from kvagent.core.layout import RankLayout, TensorView
+from kvagent.core.output import KVConnectorOutput
+from kvagent.core.specs import CacheSpec, WorkerInfo
+from kvagent.core.stats import ReadStats
+from kvagent.core.topology import EngineTransferInfo
+from kvagent.fabric.base import PeerMetadata
+from kvagent.wire.codec import Codec
+
+PROTOCOL = 1
+"""Version of the peer protocol; it stands in the clear before every message."""
+
+MAX_LOCAL_BYTES = 32 << 20
+MAX_PEER_BYTES = 32 << 20
+
+
+class Message(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Base of all messages."""
+
+
+# ---------------------------------------------------------------- engine worker <-> sidecar
+
+
+class Join(Message, tag="join"):
+    """A worker process says who it is. `reattach`: take back the cache that is here."""
+
+    info: WorkerInfo
+    reattach: bool = False
+
+
+class JoinAccepted(Message, tag="join_accepted"):
+    """`endpoint` is this sidecar's advertised control address, "host:port"."""
+
+    endpoint: str
+    version: str
+
+
+class Allocate(Message, tag="allocate"):
+    """The sidecar shall own the cache memory; `specs` by layer name."""
+
+    specs: dict[str, CacheSpec]
+    num_blocks: int
+
+
+class Allocated(Message, tag="allocated"):
+    """Comes with one file descriptor of `nbytes` bytes; `views` say where each tensor lies."""
+
+    nbytes: int
+    views: dict[str, TensorView]
+    pages: str
+
+
+class SharedRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Engine-owned memory: `nbytes` from `offset` of the descriptor sent along, or, between
+    threads of one process, the plain `address`."""
+
+    nbytes: int
+    offset: int = 0
+    address: int = 0
+
+
+class Register(Message, tag="register"):
+    """The engine owns the cache memory; comes with one descriptor per range (none embedded)."""
+
+    specs: dict[str, CacheSpec]
+    num_blocks: int
+    ranges: tuple[SharedRange, ...]
+    views: dict[str, TensorView]
+
+
+class Registered(Message, tag="registered"):
+    pass
+
+
+# ---------------------------------------------------------------- scheduler <-> leader sidecar
+
+
+class Attach(Message, tag="attach"):
+    """A scheduler takes over this connection; answered by `Waiting`s and then `Ready`."""
+
+
+class Waiting(Message, tag="waiting"):
+    """Not ready, and why."""
+
+    reason: str
+
+
+class Ready(Message, tag="ready"):
+    """All ranks are there. Sent again when `epoch` changes: tickets must carry the newest."""
+
+    engine_id: str
+    host: str
+    port: int
+    tp_size: int
+    epoch: str
+    lease_seconds: float
+
+
+class Offer(Message, tag="offer"):
+    request_id: str
+    transfer_id: str
+    token: bytes
+    blocks: tuple[bytes, ...]
+    num_tokens: int
+
+
+class Fetch(Message, tag="fetch"):
+    """`remote_blocks` hold the tokens from 0, `local_blocks` too; `start_token` is the first
+    one to read."""
+
+    request_id: str
+    engine_id: str
+    host: str
+    port: int
+    epoch: str
+    transfer_id: str
+    token: bytes
+    num_tokens: int
+    remote_blocks: tuple[bytes, ...]
+    local_blocks: tuple[bytes, ...]
+    start_token: int = 0
+
+
+class ReleaseTicket(Message, tag="release_ticket"):
+    engine_id: str
+    host: str
+    port: int
+    transfer_id: str
+    token: bytes
+
+
+class Cancel(Message, tag="cancel"):
+    request_id: str
+
+
+class Drain(Message, tag="drain"):
+    timeout: float
+
+
+class Drained(Message, tag="drained"):
+    """`left`: requests that had to be failed because the time ran out."""
+
+    left: tuple[str, ...] = ()
+
+
+class DropPeer(Message, tag="drop_peer"):
+    engine_id: str
+
+
+class Report(Message, tag="report"):
+    """One output for rank 0; delivered again to the next scheduler until acknowledged."""
+
+    seq: int
+    output: KVConnectorOutput
+
+
+class Ack(Message, tag="ack"):
+    """Everything up to `seq` has been taken by `step()`."""
+
+    seq: int
+
+
+class Failed(Message, tag="failed"):
+    """The answer to a call that failed; `code` is the name of the error class."""
+
+    code: str
+    message: str
+
+
+Local = (
+    Join
+    | JoinAccepted
+    | Allocate
+    | Allocated
+    | Register
+    | Registered
+    | Attach
+    | Waiting
+    | Ready
+    | Offer
+    | Fetch
+    | ReleaseTicket
+    | Cancel
+    | Drain
+    | Drained
+    | DropPeer
+    | Report
+    | Ack
+    | Failed
+)
+
+local_codec: Codec[Local] = Codec(Local, MAX_LOCAL_BYTES)
+
+
+# ---------------------------------------------------------------- sidecar <-> sidecar
+
+
+class RankCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One rank of an engine: where its sidecar listens and what its memory holds.
+
+    `incarnation` changes whenever the sidecar, its fabric or its memory is a new one.
+    """
+
+    tp_rank: int
+    pp_rank: int
+    host: str
+    port: int
+    incarnation: str
+    layout: RankLayout
+
+
+class JoinLeader(Message, tag="join_leader"):
+    """Follower -> leader, once a second: it is also the sign of life. -> `Welcomed`."""
+
+    engine_id: str
+    shape: EngineShape
+    card: RankCard
+
+
+class Welcomed(Message, tag="welcomed"):
+    leader: str
+
+
+class Hello(Message, tag="hello"):
+    """Consumer rank -> producer leader. `sender` is the caller's incarnation, so that dialling
+    oneself is noticed. -> `Welcome` or `Refused`."""
+
+    sender: str
+    engine_id: str
+    shape: EngineShape
+
+
+class Welcome(Message, tag="welcome"):
+    epoch: str
+    info: EngineTransferInfo
+    ranks: tuple[RankCard, ...]
+
+
+class Meet(Message, tag="meet"):
+    """Consumer rank -> producer rank, after `Welcome`. -> `Met` or `Refused`."""
+
+    engine_id: str
+    shape: EngineShape
+    incarnation: str
+
+
+class Met(Message, tag="met"):
+    """What opens the memory: only ever sent to who passed the same checks as in `Hello`."""
+
+    metadata: PeerMetadata
+
+
+class Refused(Message, tag="refused"):
+    """`differences` names each field that does not fit, with both values."""
+
+    code: str
+    message: str
+    differences: tuple[Difference, ...] = ()
+
+
+class Claim(Message, tag="claim"):
+    """Consumer leader -> producer leader: "fetch `fetch_id` will read transfer `transfer_id`".
+
+    `digest` is of the block ids that the ticket named: a ticket that was altered on its way is
+    refused before its bytes are used. -> `Verdict`.
+    """
+
+    transfer_id: str
+    token: bytes
+    fetch_id: str
+    digest: bytes
+
+
+class LeaseRef(msgspec.Struct, frozen=True, array_like=True):
+    transfer_id: str
+    fetch_id: str
+
+
+class Renew(Message, tag="renew"):
+    """All leases that this consumer holds at the peer. -> `Renewed`, in the same order."""
+
+    leases: tuple[LeaseRef, ...]
+
+
+class Renewed(Message, tag="renewed"):
+    verdicts: tuple[str, ...]
+
+
+class Complete(Message, tag="complete"):
+    """"All my ranks have finished reading": the fence. -> `Verdict`: held means valid."""
+
+    transfer_id: str
+    token: bytes
+    fetch_id: str
+
+
+class Release(Message, tag="release"):
+    """"I will not read it": empty `fetch_id` when it was never claimed. -> `Verdict`."""
+
+    transfer_id: str
+    token: bytes
+    fetch_id: str = ""
+
+
+class Verdict(Message, tag="verdict"):
+    """What the producer's table says of a lease; see `kvagent.core.lease.Verdict`."""
+
+    verdict: str
+    epoch: str
+    lease_seconds: float
+
+
+class Part(Message, tag="part"):
+    """Leader -> follower: your share of a fetch; sent again until it is done. -> `PartState`."""
+
+    fetch_id: str
+    engine_id: str
+    host: str
+    port: int
+    epoch: str
+    num_tokens: int
+    remote_blocks: tuple[bytes, ...]
+    local_blocks: tuple[bytes, ...]
+    start_token: int
+    timeout: float
+
+
+class PartState(Message, tag="part_state"):
+    done: bool
+    failure: str = ""
+    stats: ReadStats | None = None
+
+
+class PartDone(Message, tag="part_done"):
+    """Follower -> leader, as soon as a part is terminal. -> `Ok`."""
+
+    engine_id: str
+    tp_rank: int
+    pp_rank: int
+    fetch_id: str
+    failure: str = ""
+    stats: ReadStats | None = None
+
+
+class AbortPart(Message, tag="abort_part"):
+    """Leader -> follower: post nothing more; `fence`: end what is in flight too. -> `PartState`."""
+
+    fetch_id: str
+    fence: bool = False
+
+
+class Drop(Message, tag="drop"):
+    """Leader -> follower: that engine is gone. -> `Ok`."""
+
+    engine_id: str
+
+
+class Ok(Message, tag="ok"):
+    pass
+
+
+Peer = (
+    JoinLeader
+    | Welcomed
+    | Hello
+    | Welcome
+    | Meet
+    | Met
+    | Refused
+    | Claim
+    | Renew
+    | Renewed
+    | Complete
+    | Release
+    | Verdict
+    | Part
+    | PartState
+    | PartDone
+    | AbortPart
+    | Drop
+    | Ok
+)
+
+peer_codec: Codec[Peer] = Codec(Peer, MAX_PEER_BYTES)
+
