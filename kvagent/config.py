@@ -25,7 +25,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Settings of one sidecar. Durations are in seconds, sizes in bytes."""
 
     socket: str
-    """Path of the unix socket for the engine's processes (mode 0600)."""
+    """Path of the unix socket for the engine's processes (mode 0600); empty: none (embedded)."""
     bind: str = "127.0.0.1:0"
     """HOST:PORT of the control socket; port 0 takes a free one."""
     advertise: str = ""
@@ -67,8 +67,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Returns itself, or raises `ConfigError` naming the setting and the fix."""
         host, _ = self.bind_address()
         self.http_address()
-        if not self.socket:
-            raise ConfigError("socket: give the path of the unix socket with --socket")
         if _is_any(host) and (not self.advertise or _is_any(self.advertise)):
             raise ConfigError(
                 f"bind {host!r} listens everywhere, but no peer can dial that: "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Awaitable
 from importlib.metadata import version
 
 import zmq.asyncio
@@ -36,7 +37,6 @@ from kvagent.wire.messages import (
     Drained,
     Drop,
     DropPeer,
-    Failed,
     Fetch,
     Hello,
     Join,
@@ -189,7 +189,7 @@ class Agent:
                 await self._on_worker(connection, message)
             case Attach():
                 self._attach(connection)
-            case _ if connection is not self._scheduler:
+            case _ if connection is not self._scheduler:  # the rest is a scheduler's
                 raise ProtocolError(f"{type(message).__name__} before Attach")
             case Offer():
                 self.leader.offer(message)
@@ -341,17 +341,15 @@ class Agent:
                 code="wrong_engine",
                 message=f"{me.info.engine_id!r} is here, not {message.engine_id!r}",
             )
-        found = tuple(differences(me.shape, message.shape))
+        found = tuple(differences(team.shape(), message.shape))
         if found:
             return Refused(
                 code="mismatch", message="model or cache do not fit", differences=found
             )
         return team.welcome()
 
-    def _spawn(self, work: object) -> None:
-        task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[arg-type]
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-
-_ = Failed

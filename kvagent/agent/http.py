@@ -130,7 +130,7 @@ def _labelled(
 
 def app(agent: Agent) -> Starlette:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Metrics(agent))  # type: ignore[arg-type]
+    registry.register(_Metrics(agent))
 
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")

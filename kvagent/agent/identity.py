@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvagent.core.layout import EngineShape, RankLayout
-from kvagent.core.specs import WorkerInfo
+from kvagent.core.compare import EngineShape
+from kvagent.core.layout import RankLayout
+from kvagent.core.specs import CacheSpec, WorkerInfo
 from kvagent.wire.messages import RankCard
 
 
@@ -15,6 +16,7 @@ class Identity:
 
     info: WorkerInfo
     incarnation: str
+    specs: dict[str, CacheSpec]
     shape: EngineShape
     layout: RankLayout
     host: str

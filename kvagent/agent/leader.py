@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
 import zmq.asyncio
 
 from kvagent.agent.causes import cause_text
+from kvagent.agent.identity import Identity
 from kvagent.agent.outbox import Outbox
 from kvagent.agent.rank import Rank
 from kvagent.agent.team import Member, Team
@@ -27,7 +28,7 @@ from kvagent.core.fetch import Fetch as FetchRecord
 from kvagent.core.lease import LeaseTable, blocks_digest
 from kvagent.core.lease import Verdict as LeaseVerdict
 from kvagent.core.output import KVConnectorOutput
-from kvagent.core.stats import FetchStats, ReadStats, TransferStats
+from kvagent.core.stats import FetchStats, ReadStats
 from kvagent.errors import KVAgentError
 from kvagent.wire.codec import unpack_blocks
 from kvagent.wire.messages import (
@@ -223,6 +224,15 @@ class Leader:
         state = PartState(done=True, failure=message.failure, stats=message.stats)
         self._rank_done(message.fetch_id, index, state)
 
+    def set_identity(self, me: Identity | None) -> None:
+        """This sidecar's own rank has a cache now, or none any more."""
+        self._aggregator = None
+        if me is not None:
+            world = me.world_size
+            self._aggregator = KVOutputAggregator(world, world_size=world, max_age=float("inf"))
+        self.memory_changed()
+        self.team.set_leader(me)
+
     def memory_changed(self) -> None:
         """A rank of ours is a new one: what was promised of the old one no longer holds."""
         self.leases.revoke_all(self._now())
@@ -256,8 +266,6 @@ class Leader:
             self._next_renewal = now + self.config.lease_seconds / 3
             self._renew_all()
         self.team.sweep(now)
-        if self._aggregator is not None:
-            self._aggregator.sweep(now)
 
     def _renew_all(self) -> None:
         by_client: dict[PeerClient, list[Running]] = {}
@@ -414,25 +422,24 @@ class Leader:
             output.failed_recving = {fetch_id: state.failure}
         if state.stats is not None:
             running.stats = running.stats.merge(state.stats) if running.stats else state.stats
-        world = self.rank.require_identity().world_size
-        reports = [RankReport() for _ in range(world)]
+        if self._aggregator is None:  # the engine started afresh: there is only our own rank left
+            self._feed(running, Event.RANKS_DONE, state.failure or "reset: no cache any more")
+            return
+        reports = [RankReport() for _ in range(1 + len(self.team.followers()))]
         reports[index].kv_connector_output = output
-        combined = self._aggregator_of(world).aggregate(reports)
+        combined = self._aggregator.aggregate(reports)
         if combined is None or combined.kv_connector_output is None:
             return
         done = combined.kv_connector_output
         if fetch_id in (done.finished_recving or ()):
             self._feed(running, Event.RANKS_DONE, done.failed_recving.get(fetch_id, ""))
 
-    def _aggregator_of(self, world: int) -> KVOutputAggregator:
-        if self._aggregator is None:
-            self._aggregator = KVOutputAggregator(world)
-        return self._aggregator
-
     def _report(self, running: Running) -> None:
         record, now = running.record, self._now()
         del self._running[record.fetch_id]
         self.fetches.remove(record)
+        if self._aggregator is not None:
+            self._aggregator.forget(record.fetch_id)
         current = asyncio.current_task()
         for task in running.tasks:
             if task is not current:
@@ -539,5 +546,3 @@ _MEANING = {
     LeaseVerdict.RELEASED.value: "the ticket was released",
     LeaseVerdict.REVOKED.value: "the producer's memory is not what it was",
 }
-
-_: tuple[object, ...] = (TransferStats, Callable)

@@ -11,24 +11,29 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-import numpy as np
 import zmq.asyncio
 
 from kvagent.agent.identity import Identity
-from kvagent.agent.peers import PeerBook, Session, Source
+from kvagent.agent.causes import cause_text
+from kvagent.agent.peers import PeerBook, Source
 from kvagent.config import Config, join_address
-from kvagent.core.layout import EngineShape, MemoryRange, RankLayout, TensorView, differences
+from kvagent.core.compare import differences, engine_shape
+from kvagent.core.layout import MemoryRange, TensorView, build_layout
+from kvagent.core.plan import Selection
 from kvagent.core.specs import CacheSpec, WorkerInfo
 from kvagent.core.stats import ReadStats
-from kvagent.errors import AgentError, FabricError, HandshakeError, KVAgentError, PeerGoneError
-from kvagent.fabric.base import CancelFlag, Fabric
+from kvagent.errors import AgentError, KVAgentError, PeerGoneError
+from kvagent.fabric.base import CancelFlag, Fabric, ReadCancelled
 from kvagent.wire.codec import unpack_blocks
 from kvagent.wire.messages import Meet, Met, Part, PartState, Peer, Refused
 
 log = logging.getLogger("kvagent.rank")
+
+T = TypeVar("T")
 
 FabricFactory = Callable[[str, Config], Fabric]
 """Makes a fabric from the prefix of its agents' names, `engine_id/rank`."""
@@ -44,8 +49,13 @@ class PartRun:
 
     cancelled: CancelFlag
     task: asyncio.Task[PartState] | None
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
     forget_at: float = float("inf")
     result: PartState | None = None
+
+    def stop(self, why: str) -> None:
+        self.cancelled.cancel(why)
+        self.stopped.set()
 
 
 @dataclass(slots=True)
@@ -102,10 +112,8 @@ class Rank:
             raise AgentError("join() comes first: the rank is not known yet")
         if self.identity is not None:
             raise AgentError("a cache is registered already; join() again to start afresh")
-        from kvagent.core.layout import build_layout, engine_shape
-
-        layout: RankLayout = build_layout(specs, self.info, views, ranges, num_blocks)
-        shape: EngineShape = engine_shape(self.info, specs)
+        layout = build_layout(specs, self.info, views, ranges, num_blocks)
+        shape = engine_shape(self.info.model, specs)
         name = f"{self.info.engine_id}/{self.info.pp_rank}.{self.info.tp_rank}"
         fabric = self.make_fabric(name, self.config)
         await fabric.start()
@@ -118,6 +126,7 @@ class Rank:
         self.identity = Identity(
             info=self.info,
             incarnation=uuid.uuid4().hex,
+            specs=specs,
             shape=shape,
             layout=layout,
             host=self.host,
@@ -142,7 +151,7 @@ class Rank:
             return
         had, self.identity = self.identity, None
         for run in self._parts.values():
-            run.cancelled.cancel("reset: the engine started afresh")
+            run.stop("reset: the engine started afresh")
         await self.peers.close()
         fabric, self.fabric = self.fabric, None
         await fabric.close()
@@ -163,7 +172,7 @@ class Rank:
             return Refused(code="wrong_engine", message=f"{here} is here, not {message.engine_id}")
         if message.incarnation != me.incarnation:
             return Refused(code="restarted", message="this rank is a new incarnation; greet again")
-        found = tuple(differences(me.shape, message.shape))
+        found = tuple(differences(me.shape, message.shape, common=False))
         if found:
             return Refused(code="mismatch", message="the caches do not fit", differences=found)
         return Met(metadata=self.require_fabric().metadata)
@@ -183,10 +192,10 @@ class Rank:
         """Posts nothing more of a part; also of one that has yet to come."""
         run = self._parts.get(fetch_id)
         if run is None:
-            run = PartRun(CancelFlag(), None, time.monotonic() + KEEP_PARTS)
+            run = PartRun(CancelFlag(), None, forget_at=time.monotonic() + KEEP_PARTS)
             run.result = PartState(done=True, failure="cancelled: before it started")
             self._parts[fetch_id] = run
-        run.cancelled.cancel("cancelled")
+        run.stop("cancelled")
         return run.result or PartState(done=False)
 
     async def fence(self) -> None:
@@ -213,13 +222,13 @@ class Rank:
     ) -> PartState:
         started = time.monotonic()
         try:
-            stats = await asyncio.wait_for(self._read(part, run.cancelled, started), None)
+            stats = await self._read(part, run, started)
             state = PartState(done=True, stats=stats)
             self.bytes_read += stats.nbytes
         except asyncio.CancelledError:
             state = PartState(done=True, failure="reset: the sidecar is stopping")
         except KVAgentError as error:
-            state = PartState(done=True, failure=f"{cause_of(error)}: {error}")
+            state = PartState(done=True, failure=cause_text(error))
         except Exception as error:
             log.exception("part %s", part.fetch_id)
             state = PartState(done=True, failure=f"internal: {error}")
@@ -228,12 +237,14 @@ class Rank:
         done(part.fetch_id, state)
         return state
 
-    async def _read(self, part: Part, cancelled: CancelFlag, started: float) -> ReadStats:
-        session = await self.peers.greet(part.engine_id, part.host, part.port, part.epoch)
+    async def _read(self, part: Part, run: PartRun, started: float) -> ReadStats:
+        session = await self._unless_stopped(
+            run, self.peers.greet(part.engine_id, part.host, part.port, part.epoch)
+        )
         if session.epoch != part.epoch:
             raise PeerGoneError(f"engine {part.engine_id} restarted since the ticket was made")
         with session.reading():
-            sources = await self.peers.sources(session)
+            sources = await self._unless_stopped(run, self.peers.sources(session))
             remote_blocks = unpack_blocks(part.remote_blocks)
             local_blocks = unpack_blocks(part.local_blocks)
             span = (part.start_token, part.num_tokens)
@@ -243,43 +254,41 @@ class Rank:
                 for source in sources
             ]
             wait = time.monotonic() - started
-            reads = [
-                asyncio.create_task(self._read_source(source, selection, cancelled))
-                for source, selection in chosen
-            ]
-            results = await asyncio.gather(*reads, return_exceptions=True)
-        total = ReadStats(wait=wait)
-        for result in results:
-            if isinstance(result, ReadStats):
-                total = total.merge(result)
-        for result in results:
-            if isinstance(result, PeerGoneError):
-                await self.peers.forget(session)
-        failures = [result for result in results if isinstance(result, BaseException)]
+            results = await asyncio.gather(
+                *(self._read_source(source, picked, run.cancelled) for source, picked in chosen),
+                return_exceptions=True,
+            )
+        if any(isinstance(result, PeerGoneError) for result in results):
+            await self.peers.forget(session)
         # A read that was stopped because its sibling failed is not the cause.
-        failures.sort(key=lambda failure: getattr(failure, "cancelled", False))
+        failures = [result for result in results if isinstance(result, BaseException)]
+        failures.sort(key=lambda failure: isinstance(failure, ReadCancelled))
         if failures:
             raise failures[0]
+        total = ReadStats(wait=wait)
+        for result in results:
+            assert isinstance(result, ReadStats)
+            total = total.merge(result)
         return total
 
+    async def _unless_stopped(self, run: PartRun, work: Coroutine[Any, Any, T]) -> T:
+        """`work`, or `ReadCancelled` as soon as the part is stopped: nothing is posted yet."""
+        task = asyncio.ensure_future(work)
+        stopped = asyncio.ensure_future(run.stopped.wait())
+        try:
+            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ReadCancelled(run.cancelled.reason or "cancelled")
+            return task.result()
+        finally:
+            stopped.cancel()
+            task.cancel()
+
     async def _read_source(
-        self, source: Source, selection: object, cancelled: CancelFlag
+        self, source: Source, selection: Selection, cancelled: CancelFlag
     ) -> ReadStats:
         try:
             return await self.require_fabric().read(source.prepared, selection, cancelled)
         except KVAgentError:
             cancelled.cancel("cancelled: another source of this fetch failed")
             raise
-
-
-def cause_of(error: KVAgentError) -> str:
-    """The short name under which a failure is counted and reported."""
-    for kind, name in _CAUSES:
-        if isinstance(error, kind):
-            return name
-    return "failed"
-
-
-_CAUSES: tuple[tuple[type[KVAgentError], str], ...] = ()
-
-_ = (np, HandshakeError, FabricError, Session)

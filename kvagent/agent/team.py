@@ -8,13 +8,15 @@ write nothing any more on behalf of the old one, and only then are its parts giv
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq.asyncio
 
 from kvagent.agent.identity import Identity
-from kvagent.core.layout import differences
+from kvagent.core.compare import EngineShape, differences, merge_shapes
+from kvagent.core.specs import CacheSpec, FullAttentionSpec, MambaSpec
 from kvagent.core.topology import EngineTransferInfo
 from kvagent.wire.messages import JoinLeader, Peer, RankCard, Refused, Welcome, Welcomed
 from kvagent.wire.peer import PeerClient
@@ -30,6 +32,7 @@ class Member:
 
     index: int
     card: RankCard
+    shape: EngineShape
     client: PeerClient
     last_seen: float
     lost: bool = False
@@ -74,7 +77,7 @@ class Team:
         if not (card.tp_rank < me.info.tp_size and 0 < index < me.world_size):
             place = f"(tp {card.tp_rank}, pp {card.pp_rank})"
             return Refused(code="wrong_rank", message=f"rank {place} is not a follower here")
-        found = tuple(d for d in differences(me.shape, message.shape) if d.field != "layers")
+        found = tuple(differences(me.shape, message.shape, common=False))
         if found:
             text = f"rank {index} describes another cache than rank 0"
             return Refused(code="mismatch", message=text, differences=found)
@@ -85,7 +88,7 @@ class Team:
                 self._closing.append(known.client)
                 known.lost = True
             client = PeerClient(self._context, card.host, card.port)
-            self._members[index] = Member(index, card, client, now)
+            self._members[index] = Member(index, card, message.shape, client, now)
             self._generation += 1
             if known is not None and known.card.incarnation != card.incarnation:
                 self._lost(index, "restarted")
@@ -122,6 +125,11 @@ class Team:
         me = self._me.incarnation[:16] if self._me else "none"
         return f"{me}.{self._generation}"
 
+    def shape(self) -> EngineShape:
+        """What the whole engine's cache means: all ranks' layers."""
+        assert self._me is not None  # `complete` was asked
+        return merge_shapes([self._me.shape, *(m.shape for m in self._members.values())])
+
     def welcome(self) -> Welcome:
         """All there is to know about this engine, but no key to its memory."""
         me = self._me
@@ -152,4 +160,21 @@ class Team:
 
 def transfer_info(me: Identity) -> EngineTransferInfo:
     """The classic summary of this engine, from its leader's layout."""
-    raise NotImplementedError(me)
+    layout = me.layout
+    specs = [spec for spec in me.specs.values() if not isinstance(spec, MambaSpec)]
+    attention = [spec for spec in specs if isinstance(spec, FullAttentionSpec)]
+    family = layout.families[0]
+    entries = math.prod(axis.extent for axis in family.axes if axis.name != "block")
+    return EngineTransferInfo(
+        remote_tp_size=me.info.tp_size,
+        remote_block_len=entries * family.itemsize,
+        remote_block_size=specs[0].block_size if specs else 1,
+        remote_physical_blocks_per_logical=_kernel_blocks(specs[0]) if specs else 1,
+        remote_pp_size=me.info.pp_size,
+        remote_total_num_kv_heads=attention[0].num_kv_heads if attention else None,
+    )
+
+
+def _kernel_blocks(spec: CacheSpec) -> int:
+    assert not isinstance(spec, MambaSpec)
+    return spec.block_size // (spec.kernel_block_size or spec.block_size)

@@ -211,7 +211,7 @@ class FetchTable:
         assert fetch.terminal
         self._fetches.pop(fetch.fetch_id, None)
         self._by_request.pop(fetch.request_id, None)
-        self.ended[fetch.cause.split(":")[0] if fetch.cause else "ok"] += 1
+        self.ended[fetch.cause.split(":")[0] or "ok"] += 1
 
     def overdue(self, now: float) -> list[Fetch]:
         """Fetches past their deadline, draining ones included."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvagent.core.specs import rank_heads
+from kvagent.errors import TopologyError
 
 __all__ = ["ReadShare", "read_shares"]
 
@@ -31,8 +32,11 @@ def read_shares(tp_rank: int, tp_size: int, remote_tp_size: int, num_heads: int)
     and name no rank twice. Where several remote ranks hold a head, the local ranks that need it
     spread evenly over them.
 
-    Raises `GeometryError` for a rank or size that cannot be.
+    Raises `TopologyError` for a remote size below 1, `GeometryError` for a local rank or number of
+    heads that cannot be.
     """
+    if remote_tp_size < 1:
+        raise TopologyError(f"remote tensor parallel size must be at least 1, not {remote_tp_size}")
     first, last = rank_heads(tp_rank, tp_size, num_heads)
     if remote_tp_size > num_heads:
         return [

@@ -163,7 +163,9 @@ def _join_group(
     if isinstance(spec, MambaSpec):
         block_size, tokens = 0, TokenShard()
     else:
-        block_size, tokens = spec.block_size, spec.tokens
+        block_size = spec.block_size
+        # An interleave means nothing to a context that is not split.
+        tokens = spec.tokens if spec.tokens.size > 1 else TokenShard()
     group = CacheGroup(
         index=spec.group, block_size=block_size, num_blocks=num_blocks, tokens=tokens
     )

@@ -149,8 +149,8 @@ class LeaseTable:
     def cancel(self, now: float, request_id: str) -> bool:
         """Ends every lease of a request; its blocks may be reused at once, since whoever reads
         them still is told `CANCELLED`. False when there is none."""
-        transfers = self._by_request.get(request_id)
-        for transfer_id in list(transfers or ()):
+        transfers = list(self._by_request.get(request_id, ()))
+        for transfer_id in transfers:
             self._end(now, self._live[transfer_id], LeaseState.CANCELLED)
         return bool(transfers)
 

@@ -27,8 +27,8 @@ __all__ = ["Assignment", "Box", "ReadPlan", "Selection", "assign", "make_plan"]
 Ints = npt.NDArray[np.int64]
 
 MAX_TEMPLATES = 1 << 20
-MAX_DESCRIPTORS = 1 << 24
-"""Most entries of one selection: 128 MB of indices, far beyond what is worth posting."""
+MAX_DESCRIPTORS = 1 << 26
+"""Most entries of one selection: half a gigabyte of indices, far beyond what is worth posting."""
 
 
 @dataclass(frozen=True)

@@ -220,6 +220,8 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             ):
                 raise GeometryError(f"impossible cache group {group}")
             check_token_shard(group.tokens)
+            if group.tokens.size > 1 and group.block_size % group.tokens.interleave:
+                raise GeometryError(f"blocks of group {group.index} cut its token shards: {group}")
 
     def _check_family(self, family: Family) -> None:
         what = f"part {family.part!r} of group {family.group}"

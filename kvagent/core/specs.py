@@ -98,8 +98,9 @@ def _check_axes(
 
 class TokenShard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The tokens a rank holds when the context is split: token `t` when
-    `(t // interleave) % size == rank`. The rank's blocks hold its own tokens densely, so one
-    block id stands for `size * block_size` tokens of the request."""
+    `(t // interleave) % size == rank`. The rank's blocks hold its own tokens densely, and the
+    block size is a multiple of `interleave`, so one block id stands for `size * block_size`
+    tokens of the request."""
 
     rank: int = 0
     size: int = 1
@@ -130,6 +131,8 @@ class ScaleSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         itemsize(self.dtype)
         _positive(self, channels=self.channels)
         _check_axes(self, self.axes, {"block"}, {"kv", "token", "head", "channel"})
+        if self.channels > 1 and "channel" not in self.axes:
+            raise GeometryError(f"ScaleSpec.axes has no `channel` for {self.channels} channels")
 
 
 class FullAttentionSpec(
@@ -166,7 +169,7 @@ class FullAttentionSpec(
     group: int = 0
 
     def __post_init__(self) -> None:
-        _check_common(self, self.block_size, self.kernel_block_size, self.dtype, self.group)
+        _check_common(self)
         _positive(
             self,
             num_kv_heads=self.num_kv_heads,
@@ -200,7 +203,7 @@ class MLASpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     group: int = 0
 
     def __post_init__(self) -> None:
-        _check_common(self, self.block_size, self.kernel_block_size, self.dtype, self.group)
+        _check_common(self)
         _positive(self, head_size=self.head_size, sliding_window=self.sliding_window)
         _check_axes(self, self.axes, {"block", "token", "channel"}, set())
         if self.scales and {"kv", "head"} & set(self.scales.axes):
@@ -317,12 +320,15 @@ def _check_group(owner: object, group: int) -> None:
         raise GeometryError(f"{type(owner).__name__}.group is {group}; it must be from 0 to 63")
 
 
-def _check_common(
-    owner: object, block_size: int, kernel_block_size: int | None, dtype: str, group: int
-) -> None:
-    itemsize(dtype)
+def _check_common(owner: FullAttentionSpec | MLASpec) -> None:
+    block_size, kernel_block_size, tokens = owner.block_size, owner.kernel_block_size, owner.tokens
+    itemsize(owner.dtype)
     _positive(owner, block_size=block_size, kernel_block_size=kernel_block_size)
-    _check_group(owner, group)
+    _check_group(owner, owner.group)
+    if tokens.size > 1 and block_size % tokens.interleave:
+        raise GeometryError(
+            f"block_size {block_size} is not a multiple of tokens.interleave {tokens.interleave}"
+        )
     if kernel_block_size is not None and block_size % kernel_block_size:
         raise GeometryError(
             f"block_size {block_size} is not a multiple of kernel_block_size {kernel_block_size}"

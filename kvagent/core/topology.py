@@ -126,8 +126,8 @@ class TransferTopology:
 
     def _backend_shape(self) -> tuple[int, ...]:
         """The backend's shape for one block, so that a 1 in front can only be that dimension
-        (K and V would be a 2); empty where no backend is there."""
-        if not self.attn_backends:
+        (K and V would be a 2). Empty where there is no backend, or nothing to tell from it."""
+        if not self.attn_backends or (self.is_mamba and self.tensor_shape is None):
             return ()
         return tuple(
             self.attn_backends[0].get_kv_cache_shape(
@@ -202,7 +202,11 @@ class TransferTopology:
     def tp_ratio(self, remote_tp_size: int) -> int:
         """Local ranks per remote rank, or, when the remote is larger, minus the remote ranks per
         local rank. Raises `TopologyError` when neither size divides the other."""
-        self._check_tp_size(remote_tp_size)
+        if remote_tp_size < 1:
+            raise TopologyError(
+                f"remote tensor parallel size must be at least 1, not {remote_tp_size} "
+                f"(local {self.tp_size})"
+            )
         if self.tp_size % remote_tp_size == 0:
             return self.tp_size // remote_tp_size
         if remote_tp_size % self.tp_size == 0:
@@ -251,7 +255,6 @@ class TransferTopology:
 
         MLA's latent counts as one head, 0, that every rank holds.
         """
-        self._check_tp_size(remote_tp_size)
         num_heads = 1 if self.is_mla else self.total_num_kv_heads
         return heads.read_shares(self.tp_rank, self.tp_size, remote_tp_size, num_heads)
 
@@ -259,13 +262,6 @@ class TransferTopology:
         """The ranks of a registered engine that this rank reads from, ascending."""
         info = self.get_engine_info(remote_engine_id)
         return [share.rank for share in self.read_shares(info.remote_tp_size)]
-
-    def _check_tp_size(self, remote_tp_size: int) -> None:
-        if remote_tp_size < 1:
-            raise TopologyError(
-                f"remote tensor parallel size must be at least 1, not {remote_tp_size} "
-                f"(local {self.tp_size})"
-            )
 
     def describe(self, remote_engine_id: str) -> str:
         """One line for the log."""

@@ -56,7 +56,7 @@ class GGUFFile:
             raise ConfigError(f"{path} is not a GGUF file this engine can read: {error}") from error
 
     def _read_header(self) -> None:
-        cursor = _Cursor(memoryview(self._data))
+        cursor = _Cursor(self._data.data)
         if cursor.take(4) != b"GGUF":
             raise ValueError("it does not begin with 'GGUF'")
         version = cursor.number("I")

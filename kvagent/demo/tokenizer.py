@@ -124,7 +124,7 @@ def _from_gguf(name: str, metadata: dict[str, Any]) -> Tokenizer:
 
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-_PRE_TOKENIZERS = {
+_PRE_TOKENIZERS: dict[str, list[Any]] = {
     "gpt-2": [_GPT2],
     "smollm": [pre_tokenizers.Digits(individual_digits=True), _GPT2],
     "llama-bpe": [pre_tokenizers.Split(Regex(_LLAMA3), "isolated"), _BYTES],

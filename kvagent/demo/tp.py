@@ -8,12 +8,14 @@ output are cut by vocabulary. Not here: starting the processes.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from kvagent.core.specs import rank_heads
 from kvagent.demo.config import ModelConfig
@@ -67,7 +69,7 @@ def _span(index: int, parts: int, total: int) -> Span:
 class Group:
     """All ranks of one engine; with one rank nothing is sent."""
 
-    def __init__(self, rank: int, size: int, store: dist.Store | None) -> None:
+    def __init__(self, rank: int, size: int, store: Store | None) -> None:
         """`store` is where the ranks meet (None only when `size` is 1). Returns when all have."""
         self.rank, self.size = rank, size
         if size > 1:
@@ -79,12 +81,25 @@ class Group:
             )
 
     def sum(self, partial: Tensor) -> Tensor:
-        """The sum over all ranks, added up in float64 so that it hardly depends on their number."""
+        """The sum over all ranks, added up in float64 so that it hardly depends on their number.
+
+        By way of rank 0: where ranks share few cores a step waits for wake-ups, not for bytes,
+        and this has fewer of them than the ring of `all_reduce` (measured: a third of its time).
+        """
         if self.size == 1:
             return partial
-        total = partial.double()
-        dist.all_reduce(total)
-        return total.to(partial.dtype)
+        total = partial.to("cpu", torch.float64)
+        if self.rank == 0:
+            others = range(1, self.size)
+            parts = [torch.empty_like(total) for _ in others]
+            _wait(dist.irecv(part, src=rank) for part, rank in zip(parts, others, strict=True))
+            for part in parts:
+                total += part
+            _wait(dist.isend(total, dst=rank) for rank in others)
+        else:
+            dist.send(total, dst=0)
+            dist.recv(total, src=0)
+        return total.to(partial)
 
     def gather_columns(self, part: Tensor, columns: int) -> Tensor | None:
         """All ranks' columns side by side, `[rows, columns]`, on rank 0; None elsewhere."""
@@ -103,3 +118,9 @@ class Group:
     def close(self) -> None:
         if self.size > 1:
             dist.destroy_process_group()
+
+
+def _wait(works: Iterable[dist.Work | None]) -> None:
+    for work in list(works):  # the list: all are started before the first is waited for
+        assert work is not None
+        work.wait()

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store, TCPStore
 
 from kvagent.demo.config import EngineOptions, ModelConfig
 from kvagent.demo.model import Chunk, Model, PagedCache
@@ -77,7 +77,7 @@ class Worker:
         )
         return self._client.endpoint
 
-    def meet(self, store: dist.Store | None) -> None:
+    def meet(self, store: Store | None) -> None:
         """Builds the model, once all ranks are here."""
         self._group = Group(self._rank, self._options.tp, store)
         caches = [
@@ -120,7 +120,7 @@ class Workers:
         self._children: list[subprocess.Popen[bytes]] = []
         try:
             if options.tp > 1:
-                store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+                store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
                 for rank in range(1, options.tp):
                     setup = _Setup(options, rank, store.port, os.getpid())
                     self._children.append(_start_child(setup))
@@ -189,7 +189,7 @@ def main() -> None:
         return
     worker.join(msgspec.json.decode(first, type=_Start).leader)
     print("ready", flush=True)
-    worker.meet(dist.TCPStore(_HOST, setup.store_port, is_master=False))
+    worker.meet(TCPStore(_HOST, setup.store_port, is_master=False))
     decoder = msgspec.json.Decoder(list[Chunk])
     for line in sys.stdin.buffer:
         worker.model.forward(decoder.decode(line))

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from kvagent.core.regions import MemoryRange
 from kvagent.core.stats import ReadStats
@@ -119,7 +120,7 @@ class LoopbackFabric:
             blob=blob,
             digest=hashlib.sha256(blob).digest(),
             probe_address=ctypes.addressof(self._canary),
-            probe_digest=hashlib.sha256(self._canary[:PROBE_BYTES]).digest(),
+            probe_digest=hashlib.sha256(ctypes.string_at(self._canary, PROBE_BYTES)).digest(),
             options=self._options,
         )
 
@@ -247,11 +248,11 @@ class LoopbackFabric:
     def _spans(self, prepared: _Prepared, piece: Piece) -> list[list[int]]:
         """(local address, remote address, bytes) of every descriptor."""
         if len(piece.extra):
-            return piece.extra.tolist()
+            return _triples(piece.extra)
         local = prepared.local.addresses(piece.local_index)
         remote = prepared.remote_rows.addresses(piece.remote_index)
         lengths = prepared.local.lengths(piece.local_index)
-        return np.column_stack((local, remote, lengths)).tolist()
+        return _triples(np.column_stack((local, remote, lengths)))
 
     def _copy(self, target: LoopbackFabric, spans: list[list[int]]) -> None:
         for local, remote, nbytes in spans:
@@ -284,3 +285,8 @@ class LoopbackFabric:
             for r in fabric._ranges
         ):
             raise FabricError(f"{nbytes} bytes at {address:#x} of {fabric._name} not registered")
+
+
+def _triples(array: npt.NDArray[np.generic]) -> list[list[int]]:
+    triples: list[list[int]] = array.tolist()
+    return triples

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvagent.errors import BlockRangeError, GeometryError
 from kvagent.fabric.base import IndexArray, RowArray, Selection
 
-__all__ = ["Piece", "Rows", "split"]
+__all__ = ["NO_EXTRA", "Piece", "Rows", "split"]
 
 
 class Rows:
@@ -42,19 +42,23 @@ class Rows:
             )
 
     def row_of(self, index: IndexArray) -> npt.NDArray[np.int64]:
-        return np.searchsorted(self.ends, index, side="right")
+        row: npt.NDArray[np.int64] = np.searchsorted(self.ends, index, side="right")
+        return row
 
     def lengths(self, index: IndexArray) -> npt.NDArray[np.int64]:
         """Bytes of each descriptor."""
         if self.uniform is not None:
             return np.full(len(index), self.uniform, np.int64)
-        return self.array[self.row_of(index), 1].astype(np.int64)
+        lengths: npt.NDArray[np.int64] = self.array[self.row_of(index), 1].astype(np.int64)
+        return lengths
 
     def addresses(self, index: IndexArray) -> npt.NDArray[np.int64]:
         rows = self.row_of(index)
         first = self.ends[rows] - self.array[rows, 4].astype(np.int64)
         step = self.array[rows, 3].astype(np.int64)
-        return self.array[rows, 0].astype(np.int64) + (index - first) * step
+        base = self.array[rows, 0].astype(np.int64)
+        address: npt.NDArray[np.int64] = base + (index - first) * step
+        return address
 
 
 class Piece(NamedTuple):
@@ -67,7 +71,7 @@ class Piece(NamedTuple):
 
 
 _NO_INDEX = np.empty(0, np.int32)
-_NO_EXTRA = np.empty((0, 3), np.uint64)
+NO_EXTRA = np.empty((0, 3), np.uint64)
 
 
 def split(local: Rows, remote: Rows, selection: Selection, piece_bytes: int) -> list[Piece]:
@@ -89,7 +93,7 @@ def split(local: Rows, remote: Rows, selection: Selection, piece_bytes: int) -> 
         if (lengths != remote.lengths(ri)).any():
             raise GeometryError("local and remote descriptors differ in length")
         pieces += [
-            Piece(nbytes, li[a:b], ri[a:b], _NO_EXTRA)
+            Piece(nbytes, li[a:b], ri[a:b], NO_EXTRA)
             for a, b, nbytes in _cuts(lengths, piece_bytes)
         ]
     if len(extra):

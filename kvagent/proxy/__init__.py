@@ -8,13 +8,13 @@
 The proxy carries the ticket and never looks inside. It moves no KV cache and talks to no sidecar.
 
 Modules: `servers` (whose turn it is, who is cooling down) and `request` (what the two bodies are)
-are pure; `answer` is HTTP detail; `exchange` is one request from its body to its last byte; `app`
-is the routes and the process.
+are pure; `answer` is HTTP detail; `upstream` is the limits and how failures are told; `exchange` is
+one request from its body to its last byte; `app` is the routes and the process.
 """
 
 from __future__ import annotations
 
 from kvagent.proxy.app import create_app, run_proxy
-from kvagent.proxy.exchange import Limits
+from kvagent.proxy.upstream import Limits
 
 __all__ = ["Limits", "create_app", "run_proxy"]

@@ -24,9 +24,10 @@ from kvagent.proxy.answer import (
     read_answer,
     request_headers,
 )
-from kvagent.proxy.exchange import Exchange, Limits, ServerFailed, Upstreams, log_failure
+from kvagent.proxy.exchange import Exchange
 from kvagent.proxy.request import CompletionRequest
 from kvagent.proxy.servers import Pool
+from kvagent.proxy.upstream import Limits, ServerFailed, Upstreams, log_failure
 
 _MODELS_TIMEOUT = 10.0
 # Servers commonly close a connection after 5 s of silence. Dropping ours earlier keeps a request

@@ -36,28 +36,28 @@ class Message(
 # ---------------------------------------------------------------- engine worker <-> sidecar
 
 
-class Join(Message, tag="join"):
+class Join(Message, frozen=True, tag="join"):
     """A worker process says who it is. `reattach`: take back the cache that is here."""
 
     info: WorkerInfo
     reattach: bool = False
 
 
-class JoinAccepted(Message, tag="join_accepted"):
+class JoinAccepted(Message, frozen=True, tag="join_accepted"):
     """`endpoint` is this sidecar's advertised control address, "host:port"."""
 
     endpoint: str
     version: str
 
 
-class Allocate(Message, tag="allocate"):
+class Allocate(Message, frozen=True, tag="allocate"):
     """The sidecar shall own the cache memory; `specs` by layer name."""
 
     specs: dict[str, CacheSpec]
     num_blocks: int
 
 
-class Allocated(Message, tag="allocated"):
+class Allocated(Message, frozen=True, tag="allocated"):
     """Comes with one file descriptor of `nbytes` bytes; `views` say where each tensor lies."""
 
     nbytes: int
@@ -74,7 +74,7 @@ class SharedRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     address: int = 0
 
 
-class Register(Message, tag="register"):
+class Register(Message, frozen=True, tag="register"):
     """The engine owns the cache memory; comes with one descriptor per range (none embedded)."""
 
     specs: dict[str, CacheSpec]
@@ -83,24 +83,24 @@ class Register(Message, tag="register"):
     views: dict[str, TensorView]
 
 
-class Registered(Message, tag="registered"):
+class Registered(Message, frozen=True, tag="registered"):
     pass
 
 
 # ---------------------------------------------------------------- scheduler <-> leader sidecar
 
 
-class Attach(Message, tag="attach"):
+class Attach(Message, frozen=True, tag="attach"):
     """A scheduler takes over this connection; answered by `Waiting`s and then `Ready`."""
 
 
-class Waiting(Message, tag="waiting"):
+class Waiting(Message, frozen=True, tag="waiting"):
     """Not ready, and why."""
 
     reason: str
 
 
-class Ready(Message, tag="ready"):
+class Ready(Message, frozen=True, tag="ready"):
     """All ranks are there. Sent again when `epoch` changes: tickets must carry the newest."""
 
     engine_id: str
@@ -111,7 +111,7 @@ class Ready(Message, tag="ready"):
     lease_seconds: float
 
 
-class Offer(Message, tag="offer"):
+class Offer(Message, frozen=True, tag="offer"):
     request_id: str
     transfer_id: str
     token: bytes
@@ -119,7 +119,7 @@ class Offer(Message, tag="offer"):
     num_tokens: int
 
 
-class Fetch(Message, tag="fetch"):
+class Fetch(Message, frozen=True, tag="fetch"):
     """`remote_blocks` hold the tokens from 0, `local_blocks` too; `start_token` is the first
     one to read."""
 
@@ -136,7 +136,7 @@ class Fetch(Message, tag="fetch"):
     start_token: int = 0
 
 
-class ReleaseTicket(Message, tag="release_ticket"):
+class ReleaseTicket(Message, frozen=True, tag="release_ticket"):
     engine_id: str
     host: str
     port: int
@@ -144,38 +144,38 @@ class ReleaseTicket(Message, tag="release_ticket"):
     token: bytes
 
 
-class Cancel(Message, tag="cancel"):
+class Cancel(Message, frozen=True, tag="cancel"):
     request_id: str
 
 
-class Drain(Message, tag="drain"):
+class Drain(Message, frozen=True, tag="drain"):
     timeout: float
 
 
-class Drained(Message, tag="drained"):
+class Drained(Message, frozen=True, tag="drained"):
     """`left`: requests that had to be failed because the time ran out."""
 
     left: tuple[str, ...] = ()
 
 
-class DropPeer(Message, tag="drop_peer"):
+class DropPeer(Message, frozen=True, tag="drop_peer"):
     engine_id: str
 
 
-class Report(Message, tag="report"):
+class Report(Message, frozen=True, tag="report"):
     """One output for rank 0; delivered again to the next scheduler until acknowledged."""
 
     seq: int
     output: KVConnectorOutput
 
 
-class Ack(Message, tag="ack"):
+class Ack(Message, frozen=True, tag="ack"):
     """Everything up to `seq` has been taken by `step()`."""
 
     seq: int
 
 
-class Failed(Message, tag="failed"):
+class Failed(Message, frozen=True, tag="failed"):
     """The answer to a call that failed; `code` is the name of the error class."""
 
     code: str
@@ -224,7 +224,7 @@ class RankCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     layout: RankLayout
 
 
-class JoinLeader(Message, tag="join_leader"):
+class JoinLeader(Message, frozen=True, tag="join_leader"):
     """Follower -> leader, once a second: it is also the sign of life. -> `Welcomed`."""
 
     engine_id: str
@@ -232,11 +232,11 @@ class JoinLeader(Message, tag="join_leader"):
     card: RankCard
 
 
-class Welcomed(Message, tag="welcomed"):
+class Welcomed(Message, frozen=True, tag="welcomed"):
     leader: str
 
 
-class Hello(Message, tag="hello"):
+class Hello(Message, frozen=True, tag="hello"):
     """Consumer rank -> producer leader. `sender` is the caller's incarnation, so that dialling
     oneself is noticed. -> `Welcome` or `Refused`."""
 
@@ -245,13 +245,13 @@ class Hello(Message, tag="hello"):
     shape: EngineShape
 
 
-class Welcome(Message, tag="welcome"):
+class Welcome(Message, frozen=True, tag="welcome"):
     epoch: str
     info: EngineTransferInfo
     ranks: tuple[RankCard, ...]
 
 
-class Meet(Message, tag="meet"):
+class Meet(Message, frozen=True, tag="meet"):
     """Consumer rank -> producer rank, after `Welcome`. -> `Met` or `Refused`."""
 
     engine_id: str
@@ -259,13 +259,13 @@ class Meet(Message, tag="meet"):
     incarnation: str
 
 
-class Met(Message, tag="met"):
+class Met(Message, frozen=True, tag="met"):
     """What opens the memory: only ever sent to who passed the same checks as in `Hello`."""
 
     metadata: PeerMetadata
 
 
-class Refused(Message, tag="refused"):
+class Refused(Message, frozen=True, tag="refused"):
     """`differences` names each field that does not fit, with both values."""
 
     code: str
@@ -273,7 +273,7 @@ class Refused(Message, tag="refused"):
     differences: tuple[Difference, ...] = ()
 
 
-class Claim(Message, tag="claim"):
+class Claim(Message, frozen=True, tag="claim"):
     """Consumer leader -> producer leader: "fetch `fetch_id` will read transfer `transfer_id`".
 
     `digest` is of the block ids that the ticket named: a ticket that was altered on its way is
@@ -291,17 +291,17 @@ class LeaseRef(msgspec.Struct, frozen=True, array_like=True):
     fetch_id: str
 
 
-class Renew(Message, tag="renew"):
+class Renew(Message, frozen=True, tag="renew"):
     """All leases that this consumer holds at the peer. -> `Renewed`, in the same order."""
 
     leases: tuple[LeaseRef, ...]
 
 
-class Renewed(Message, tag="renewed"):
+class Renewed(Message, frozen=True, tag="renewed"):
     verdicts: tuple[str, ...]
 
 
-class Complete(Message, tag="complete"):
+class Complete(Message, frozen=True, tag="complete"):
     """"All my ranks have finished reading": the fence. -> `Verdict`: held means valid."""
 
     transfer_id: str
@@ -309,7 +309,7 @@ class Complete(Message, tag="complete"):
     fetch_id: str
 
 
-class Release(Message, tag="release"):
+class Release(Message, frozen=True, tag="release"):
     """"I will not read it": empty `fetch_id` when it was never claimed. -> `Verdict`."""
 
     transfer_id: str
@@ -317,7 +317,7 @@ class Release(Message, tag="release"):
     fetch_id: str = ""
 
 
-class Verdict(Message, tag="verdict"):
+class Verdict(Message, frozen=True, tag="verdict"):
     """What the producer's table says of a lease; see `kvagent.core.lease.Verdict`."""
 
     verdict: str
@@ -325,7 +325,7 @@ class Verdict(Message, tag="verdict"):
     lease_seconds: float
 
 
-class Part(Message, tag="part"):
+class Part(Message, frozen=True, tag="part"):
     """Leader -> follower: your share of a fetch; sent again until it is done. -> `PartState`."""
 
     fetch_id: str
@@ -340,13 +340,13 @@ class Part(Message, tag="part"):
     timeout: float
 
 
-class PartState(Message, tag="part_state"):
+class PartState(Message, frozen=True, tag="part_state"):
     done: bool
     failure: str = ""
     stats: ReadStats | None = None
 
 
-class PartDone(Message, tag="part_done"):
+class PartDone(Message, frozen=True, tag="part_done"):
     """Follower -> leader, as soon as a part is terminal. -> `Ok`."""
 
     engine_id: str
@@ -357,20 +357,20 @@ class PartDone(Message, tag="part_done"):
     stats: ReadStats | None = None
 
 
-class AbortPart(Message, tag="abort_part"):
+class AbortPart(Message, frozen=True, tag="abort_part"):
     """Leader -> follower: post nothing more; `fence`: end what is in flight too. -> `PartState`."""
 
     fetch_id: str
     fence: bool = False
 
 
-class Drop(Message, tag="drop"):
+class Drop(Message, frozen=True, tag="drop"):
     """Leader -> follower: that engine is gone. -> `Ok`."""
 
     engine_id: str
 
 
-class Ok(Message, tag="ok"):
+class Ok(Message, frozen=True, tag="ok"):
     pass
 
 

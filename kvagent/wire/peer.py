@@ -64,8 +64,8 @@ class PeerServer:
                 f"cannot bind the control port {host}:{port}: {error.strerror}; "
                 "free the port or give another one with --bind HOST:PORT (port 0: any)"
             ) from error
-        last: bytes = self._socket.getsockopt(zmq.LAST_ENDPOINT)
-        return int(last.decode().rsplit(":", 1)[1].rstrip("\0"))
+        last = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return int(last.rsplit(":", 1)[1])
 
     def start(self) -> None:
         self._loop_task = asyncio.create_task(self._run(), name="peer-server")
@@ -185,13 +185,9 @@ class PeerClient:
 
     async def _transmit(self, frames: list[bytes], left: float) -> None:
         try:
-            await self._socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
-            if await self._socket.poll(int(left * 1000) + 1, zmq.POLLOUT):
-                try:
-                    await self._socket.send_multipart(frames, zmq.NOBLOCK)
-                except zmq.Again:
-                    pass
+            await asyncio.wait_for(self._socket.send_multipart(frames), left)
+        except asyncio.TimeoutError:
+            pass  # not connected; `call` notices that its time is up
 
     async def _read(self) -> None:
         while True:

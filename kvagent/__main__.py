@@ -1,0 +1,5 @@
+"""`python -m kvagent`."""
+
+from kvagent.cli import main
+
+main()

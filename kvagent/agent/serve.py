@@ -1,0 +1,63 @@
+"""`kvagent serve`: one agent in one process, from start to SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+
+import uvloop
+
+from kvagent.agent.agent import Agent
+from kvagent.config import Config
+from kvagent.errors import ConfigError
+from kvagent.fabric.base import Fabric
+
+log = logging.getLogger("kvagent")
+
+
+def nixl_fabric(name: str, config: Config) -> Fabric:
+    """The real fabric; NIXL is loaded only now."""
+    from kvagent.fabric.nixl import NixlFabric
+
+    return NixlFabric(
+        name, piece_bytes=config.piece_bytes, inflight_bytes=config.inflight_bytes
+    )
+
+
+def serve(config: Config) -> None:
+    """Runs until SIGTERM or SIGINT, then drains. A second signal stops at once."""
+    if not config.socket:
+        raise ConfigError("socket: give the path of the unix socket with --socket")
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=config.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    uvloop.run(_serve(config))
+
+
+async def _serve(config: Config) -> None:
+    loop = asyncio.get_running_loop()
+    stop, now = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (now if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    agent = Agent(config, nixl_fabric)
+    try:
+        await agent.start()
+        await stop.wait()
+        log.info("draining for at most %g s; a second signal stops at once", config.drain_timeout)
+        drain = asyncio.create_task(agent.drain(config.drain_timeout))
+        hurry = asyncio.create_task(now.wait())
+        await asyncio.wait({drain, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (drain, hurry):
+            task.cancel()
+        await asyncio.gather(drain, hurry, return_exceptions=True)
+    finally:
+        await agent.stop()
+    log.info("stopped")

@@ -1,0 +1,160 @@
+"""`WorkerClient`: what each worker process of an engine calls, at start-up only.
+
+The connection stays open as long as the object lives: its end is how the sidecar learns that the
+worker is gone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+
+from kvagent.client.channel import Address, Channel
+from kvagent.core.layout import TensorView, tensor_shapes
+from kvagent.core.specs import CacheSpec, WorkerInfo
+from kvagent.errors import AgentError, GeometryError
+from kvagent.memory.host import MappedMemory, share_tensor
+from kvagent.wire.messages import (
+    Allocate,
+    Allocated,
+    Join,
+    JoinAccepted,
+    Register,
+    Registered,
+    SharedRange,
+)
+
+SLOW = 120.0
+"""Seconds for calls that fault in or register much memory."""
+
+
+class WorkerClient:
+    """One worker's connection to the sidecar of its rank."""
+
+    def __init__(self, address: Address, *, timeout: float = 10.0) -> None:
+        self._channel = Channel(address, timeout)
+        self._in_process = not isinstance(address, str)
+        self._info: WorkerInfo | None = None
+        self._endpoint = ""
+        self._memory: MappedMemory | None = None
+
+    def join(self, info: WorkerInfo) -> None:
+        """Says who this worker is; the first call. It starts afresh: a cache that a worker before
+        this one left in the sidecar is given up, and peers that read from it are told."""
+        answer = self._channel.call(Join(info=info), timeout=SLOW)
+        if not isinstance(answer, JoinAccepted):
+            raise AgentError(f"unexpected answer to join: {type(answer).__name__}")
+        self._info = info
+        self._endpoint = answer.endpoint
+
+    @property
+    def endpoint(self) -> str:
+        """"host:port" of this sidecar; rank 0's is what the other ranks get as `leader`."""
+        if not self._endpoint:
+            raise AgentError("the endpoint is known after join()")
+        return self._endpoint
+
+    def allocate_kv_caches(
+        self, specs: Mapping[str, CacheSpec], num_blocks: int
+    ) -> dict[str, torch.Tensor]:
+        """Cache memory owned by the sidecar, mapped here, zeroed: one tensor per layer (and per
+        named part, see `tensor_name`), of the shape that the spec's axes say."""
+        info = self._joined()
+        answer = self._channel.call(
+            Allocate(specs=dict(specs), num_blocks=num_blocks), timeout=SLOW
+        )
+        if not isinstance(answer, Allocated):
+            raise AgentError(f"unexpected answer to allocate: {type(answer).__name__}")
+        fd = self._channel.take_fd()
+        self._memory = MappedMemory(fd, answer.nbytes)
+        dtypes = _dtypes(specs, info, num_blocks)
+        return {
+            name: self._memory.tensor(view.shape, view.strides, view.offset, dtypes[name])
+            for name, view in answer.views.items()
+        }
+
+    def register_kv_caches(
+        self, tensors: Mapping[str, torch.Tensor], specs: Mapping[str, CacheSpec]
+    ) -> None:
+        """Cache memory owned by the engine, in shared memory; strides are taken from the tensors.
+
+        Raises `GeometryError` when a tensor is missing, has another shape than its spec says, or
+        lies where the sidecar cannot map it.
+        """
+        info = self._joined()
+        num_blocks = _count_blocks(tensors, specs, info)
+        ranges: list[SharedRange] = []
+        fds: list[int] = []
+        views: dict[str, TensorView] = {}
+        places: dict[int, int] = {}
+        try:
+            for name, tensor in tensors.items():
+                storage = tensor.untyped_storage()
+                key = storage.data_ptr()
+                if key not in places:
+                    places[key] = len(ranges)
+                    if self._in_process:
+                        ranges.append(SharedRange(nbytes=storage.nbytes(), address=key))
+                    else:
+                        shared = share_tensor(tensor)
+                        fds.append(shared.fd)
+                        ranges.append(SharedRange(nbytes=shared.nbytes, offset=shared.offset))
+                size = tensor.element_size()
+                views[name] = TensorView(
+                    places[key],
+                    tensor.data_ptr() - key,
+                    tuple(tensor.shape),
+                    tuple(stride * size for stride in tensor.stride()),
+                )
+            register = Register(
+                specs=dict(specs), num_blocks=num_blocks, ranges=tuple(ranges), views=views
+            )
+            answer = self._channel.call(register, fds, timeout=SLOW)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        if not isinstance(answer, Registered):
+            raise AgentError(f"unexpected answer to register: {type(answer).__name__}")
+
+    def close(self) -> None:
+        """Ends the connection. The cache stays in the sidecar until another worker joins."""
+        self._channel.close()
+
+    def _joined(self) -> WorkerInfo:
+        if self._info is None:
+            raise AgentError("call join() first")
+        return self._info
+
+
+def _dtypes(
+    specs: Mapping[str, CacheSpec], info: WorkerInfo, num_blocks: int
+) -> dict[str, torch.dtype]:
+    found: dict[str, torch.dtype] = {}
+    for layer, spec in specs.items():
+        for name, shape in tensor_shapes(layer, spec, info, num_blocks).items():
+            found[name] = getattr(torch, shape.dtype)
+    return found
+
+
+def _count_blocks(
+    tensors: Mapping[str, torch.Tensor], specs: Mapping[str, CacheSpec], info: WorkerInfo
+) -> int:
+    """The number of blocks that the tensors have room for, by their own shapes."""
+    for layer, spec in specs.items():
+        one = tensor_shapes(layer, spec, info, 1)
+        two = tensor_shapes(layer, spec, info, 2)
+        for name, (shape, dtype) in one.items():
+            tensor = tensors.get(name)
+            if tensor is None:
+                raise GeometryError(f"no tensor {name!r}; given: {', '.join(tensors) or 'none'}")
+            if tensor.dtype != getattr(torch, dtype):
+                raise GeometryError(f"{name!r} is {tensor.dtype}, its spec says {dtype}")
+            axis = next(i for i, (a, b) in enumerate(zip(shape, two[name].shape)) if a != b)
+            if tensor.dim() != len(shape):
+                raise GeometryError(
+                    f"{name!r} has {tensor.dim()} dimensions, its spec says {len(shape)}"
+                )
+            return int(tensor.shape[axis] // shape[axis])
+    raise GeometryError("no layers: specs is empty")

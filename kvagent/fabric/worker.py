@@ -1,0 +1,295 @@
+"""What the fabric's thread owns: the two NIXL agents, the peers, the reads. All of it synchronous.
+
+The **serving** agent's metadata is what peers get; it has a progress thread and lives as long as
+the fabric. The **fetching** agent does our own reads and is polled only while there are any.
+Destroying it is the fence: the only way to end a read whose peer hangs, and one that whoever reads
+from us does not notice. Every incarnation of an agent has a name of its own, since NIXL refuses a
+known name with new metadata.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from kvagent.core.regions import MemoryRange
+from kvagent.core.stats import ReadStats
+from kvagent.errors import FabricError, HandshakeError
+from kvagent.fabric.agent import NixlAgent, PreparedLists
+from kvagent.fabric.base import (
+    PROBE_BYTES,
+    CancelFlag,
+    Kind,
+    PeerMetadata,
+    Prepared,
+    RemoteAgent,
+    Selection,
+)
+from kvagent.fabric.pieces import NO_EXTRA, Piece, Rows, split
+from kvagent.fabric.reads import Peer, Read, ReadQueue
+
+__all__ = ["NixlPrepared", "NixlRemote", "NixlWorker"]
+
+log = logging.getLogger(__name__)
+
+Resolve = Callable[[ReadStats | FabricError], None]
+
+_FIRST = np.zeros(1, np.int32)
+
+
+class NixlRemote(RemoteAgent):
+    """A peer, the page its probe is read into, and what was prepared for it."""
+
+    def __init__(self, meta: PeerMetadata) -> None:
+        super().__init__(meta.agent)
+        self.peer = Peer(meta.agent)
+        self.landing = np.zeros(PROBE_BYTES, np.uint8)
+        self.prepared: set[NixlPrepared] = set()
+        self.probe = PreparedLists(
+            meta.agent,
+            _row(self.landing.ctypes.data),
+            _row(meta.probe_address),
+        )
+        self.retired: list[PreparedLists] = []
+        """Released, but a read may still use them."""
+        self.forgotten: list[Callable[[], None]] = []
+        """To be called when its last read is terminal and NIXL has dropped it."""
+
+    @property
+    def landing_range(self) -> MemoryRange:
+        return MemoryRange(self.landing.ctypes.data, PROBE_BYTES)
+
+    def probe_piece(self) -> tuple[PreparedLists, Piece]:
+        return self.probe, Piece(PROBE_BYTES, _FIRST, _FIRST, NO_EXTRA)
+
+
+class NixlPrepared(Prepared):
+    def __init__(self, remote: NixlRemote, lists: PreparedLists) -> None:
+        super().__init__(remote)
+        self.lists = lists
+
+
+class NixlWorker:
+    """Every method runs on the fabric's thread."""
+
+    def __init__(
+        self, name: str, params: Mapping[str, str], piece_bytes: int, inflight_bytes: int
+    ) -> None:
+        self._prefix = name
+        self._params = params
+        self._piece_bytes = piece_bytes
+        self._inflight_bytes = inflight_bytes
+        self._ranges: list[MemoryRange] = []
+        self._canary = np.frombuffer(os.urandom(PROBE_BYTES), np.uint8)
+        self._remotes: dict[str, NixlRemote] = {}
+        self._leaving: set[NixlRemote] = set()
+        """Remotes with something to let go once they have no read."""
+        self._broken: FabricError | None = None
+        self._serving = self._new_agent("serve")
+        self._serving.register([MemoryRange(self._canary.ctypes.data, PROBE_BYTES)])
+        self._open()
+
+    def _open(self) -> None:
+        self._fetching = self._new_agent("fetch")
+        self._fetching.register(self._ranges)
+        self.queue: ReadQueue[PreparedLists] = ReadQueue(
+            self._fetching, self._inflight_bytes, time.monotonic
+        )
+
+    def _new_agent(self, role: str) -> NixlAgent:
+        name = f"{self._prefix}/{uuid.uuid4().hex}/{role}"
+        return NixlAgent(name, serving=role == "serve", params=self._params)
+
+    @property
+    def active(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self.queue.reads)
+
+    def close(self) -> None:
+        self._end("the fabric was closed")
+        self._serving.destroy()
+
+    def fence(self, reason: str) -> None:
+        begin = time.monotonic()
+        self._end(reason)
+        try:
+            self._open()
+        except FabricError as error:
+            self._broken = error
+            raise
+        log.info("%s: fenced in %.3f s: %s", self._prefix, time.monotonic() - begin, reason)
+
+    def _end(self, reason: str) -> None:
+        self._fetching.destroy()
+        self.queue.abort(FabricError(f"fenced: {reason}"))
+        self._leaving.clear()
+        remotes, self._remotes = self._remotes, {}
+        for remote in remotes.values():
+            for done in remote.forgotten:
+                done()
+
+    def step(self) -> bool:
+        """One round of the queue. True when anything has changed. Its errors are final."""
+        if self._broken is not None:
+            raise self._broken
+        changed = self.queue.step()
+        if self.queue.uncertain is not None:
+            self.fence(str(self.queue.uncertain))
+        for remote in [peer for peer in self._leaving if not self.queue.busy(peer.peer)]:
+            self._leaving.discard(remote)
+            if remote.forgotten:
+                self._drop(remote)
+            else:
+                self._unprepare_retired(remote)
+        return changed
+
+    # ------------------------------------------------------------ memory
+
+    def register(self, ranges: Sequence[MemoryRange]) -> None:
+        self._serving.register(ranges)
+        self._fetching.register(ranges)
+        self._ranges += ranges
+
+    def metadata(self, options: dict[str, str]) -> PeerMetadata:
+        blob = self._serving.metadata()
+        return PeerMetadata(
+            agent=self._serving.name,
+            blob=blob,
+            digest=hashlib.sha256(blob).digest(),
+            probe_address=self._canary.ctypes.data,
+            probe_digest=hashlib.sha256(self._canary.tobytes()).digest(),
+            options=options,
+        )
+
+    # ------------------------------------------------------------ peers
+
+    def load(self, meta: PeerMetadata) -> NixlRemote:
+        """A peer whose probe has still to be read."""
+        if meta.agent in self._remotes:
+            raise FabricError(f"{meta.agent} is connected already, or reads from it have to end")
+        remote = NixlRemote(meta)
+        name = self._fetching.load(meta.blob)
+        if name != meta.agent:
+            self._fetching.forget(name)
+            raise HandshakeError(f"metadata of {name!r} came as that of {meta.agent!r}")
+        self._remotes[name] = remote
+        try:
+            self._fetching.register([remote.landing_range])
+            self._fetching.connect(name)
+            self._fetching.prepare(remote.probe)
+        except FabricError:
+            self._drop(remote)
+            raise
+        return remote
+
+    def probe(self, remote: NixlRemote, cancelled: CancelFlag, resolve: Resolve) -> None:
+        self._add(remote, [remote.probe_piece()], PROBE_BYTES, 1, cancelled, 0.0, resolve)
+
+    def forget(self, remote: RemoteAgent, done: Callable[[], None]) -> None:
+        """Ends the peer's reads; `done` is called when it is forgotten, or was long ago."""
+        known = self._remotes.get(remote.name)
+        if known is None or known is not remote:
+            done()
+            return
+        self.queue.stop(known.peer, FabricError(f"{known.name} was disconnected"))
+        known.forgotten.append(done)
+        self._leaving.add(known)
+
+    def _unprepare_retired(self, remote: NixlRemote) -> None:
+        for lists in remote.retired:
+            self._fetching.unprepare(lists)
+        remote.retired.clear()
+
+    def _drop(self, remote: NixlRemote) -> None:
+        remote.retired += [remote.probe, *(prepared.lists for prepared in remote.prepared)]
+        remote.prepared.clear()
+        self._unprepare_retired(remote)
+        self._fetching.forget(remote.name)
+        self._fetching.deregister(remote.landing_range)
+        del self._remotes[remote.name]
+        for done in remote.forgotten:
+            done()
+
+    # ------------------------------------------------------------ reads
+
+    def prepare(
+        self, remote: RemoteAgent, local: Rows, far: Rows, local_kind: Kind, remote_kind: Kind
+    ) -> NixlPrepared:
+        known = self._known(remote)
+        lists = PreparedLists(remote.name, local, far, local_kind, remote_kind)
+        self._fetching.prepare(lists)
+        prepared = NixlPrepared(known, lists)
+        known.prepared.add(prepared)
+        return prepared
+
+    def release(self, prepared: Prepared) -> None:
+        remote = self._remotes.get(prepared.remote.name)
+        if remote is prepared.remote and prepared in remote.prepared:
+            assert isinstance(prepared, NixlPrepared)
+            remote.prepared.discard(prepared)
+            remote.retired.append(prepared.lists)
+            self._leaving.add(remote)
+
+    def read(
+        self,
+        prepared: Prepared,
+        selection: Selection,
+        cancelled: CancelFlag,
+        submitted: float,
+        resolve: Resolve,
+    ) -> None:
+        remote = self._known(prepared.remote)
+        if prepared not in remote.prepared:
+            raise FabricError("these descriptor lists were released")
+        assert isinstance(prepared, NixlPrepared)
+        lists = prepared.lists
+        pieces = split(lists.local, lists.remote, selection, self._piece_bytes)
+        self._add(
+            remote,
+            [(lists, piece) for piece in pieces],
+            selection.nbytes,
+            selection.descriptors,
+            cancelled,
+            submitted,
+            resolve,
+        )
+
+    def _add(
+        self,
+        remote: NixlRemote,
+        pieces: list[tuple[PreparedLists, Piece]],
+        nbytes: int,
+        descriptors: int,
+        cancelled: CancelFlag,
+        submitted: float,
+        resolve: Resolve,
+    ) -> None:
+        self.queue.add(
+            Read(
+                peer=remote.peer,
+                pieces=deque(pieces),
+                proof=remote.probe_piece(),
+                nbytes=nbytes,
+                descriptors=descriptors,
+                cancelled=cancelled,
+                submitted=submitted,
+                resolve=resolve,
+            )
+        )
+
+    def _known(self, remote: RemoteAgent) -> NixlRemote:
+        known = self._remotes.get(remote.name)
+        if known is not remote or known.forgotten:
+            raise FabricError(f"{remote.name} was disconnected, or the fabric fenced: connect anew")
+        return known
+
+
+def _row(address: int) -> Rows:
+    return Rows(np.array([[address, PROBE_BYTES, 0, PROBE_BYTES, 1]], np.uint64))

@@ -1,0 +1,13 @@
+"""Hypothesis profiles: `HYPOTHESIS_PROFILE=nightly` for many more examples."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+
+settings.register_profile("ci", deadline=None, max_examples=60, suppress_health_check=SLOW_IS_FINE)
+settings.register_profile("nightly", settings.get_profile("ci"), max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

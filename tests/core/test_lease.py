@@ -1,0 +1,173 @@
+"""The producer's lease table, event by event."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvagent.core.lease import LeaseTable, Verdict, blocks_digest
+
+BLOCKS = (b"\x01\0\0\0\x02\0\0\0",)
+DIGEST = blocks_digest(BLOCKS)
+TOKEN = b"t" * 16
+
+
+@pytest.fixture
+def table() -> LeaseTable:
+    return LeaseTable(
+        lease_seconds=10, park_seconds=2, tombstone_seconds=100, max_parked=3, max_tombstones=5
+    )
+
+
+def offer(table: LeaseTable, now: float = 0.0, transfer: str = "t", request: str = "r") -> object:
+    return table.offer(now, transfer, TOKEN, request, BLOCKS)
+
+
+def claim(table: LeaseTable, now: float, fetch: str = "f", transfer: str = "t") -> Verdict | None:
+    return table.claim(now, transfer, TOKEN, fetch, DIGEST)
+
+
+def test_offer_claim_complete_gives_the_blocks_back_once(table: LeaseTable) -> None:
+    offer(table)
+    assert claim(table, 1) is Verdict.HELD
+    assert table.take_finished() == set()
+    assert table.complete(2, "t", TOKEN, "f") is Verdict.HELD
+    assert table.take_finished() == {"r"}
+    assert table.take_finished() == set()
+    assert table.counts()["blocks"] == 0
+
+
+def test_second_deliveries_are_answered_as_the_first(table: LeaseTable) -> None:
+    offer(table)
+    assert offer(table) is None
+    assert claim(table, 1) is claim(table, 1) is Verdict.HELD
+    assert table.complete(2, "t", TOKEN, "f") is Verdict.HELD
+    assert table.complete(3, "t", TOKEN, "f") is Verdict.HELD
+    assert table.take_finished() == {"r"}
+    assert offer(table, 4) is None, "a tombstone is not offered anew"
+    assert table.counts()["offered"] == 0
+
+
+def test_a_ticket_is_good_for_one_fetch(table: LeaseTable) -> None:
+    offer(table)
+    claim(table, 1)
+    assert claim(table, 1, "other") is Verdict.USED
+    assert table.complete(2, "t", TOKEN, "other") is Verdict.USED
+    assert table.release(2, "t", TOKEN, "other") is Verdict.USED
+    assert table.release(2, "t", TOKEN, "") is Verdict.USED, "released by a stranger to the fetch"
+    assert table.complete(3, "t", TOKEN, "f") is Verdict.HELD
+    assert claim(table, 4, "other") is Verdict.USED
+
+
+def test_a_lapsed_lease_is_never_good_again(table: LeaseTable) -> None:
+    offer(table)
+    claim(table, 1)
+    # No sweep has run: the question itself finds that it lapsed.
+    assert table.complete(11, "t", TOKEN, "f") is Verdict.EXPIRED
+    assert table.take_finished() == {"r"}
+    assert table.renew(11, "t", "f") is Verdict.EXPIRED
+    assert claim(table, 12) is Verdict.EXPIRED
+
+
+def test_renewal_holds_it_beyond_the_first_lease(table: LeaseTable) -> None:
+    offer(table)
+    claim(table, 9)
+    for now in range(12, 100, 7):
+        assert table.renew(now, "t", "f") is Verdict.HELD
+        table.sweep(now + 6)
+    assert table.complete(100, "t", TOKEN, "f") is Verdict.HELD
+
+
+def test_sweep_is_full_not_in_insertion_order(table: LeaseTable) -> None:
+    offer(table, 0, "a", "ra")
+    offer(table, 0, "b", "rb")
+    assert claim(table, 8, "f", "a") is Verdict.HELD
+    table.sweep(11)
+    assert table.take_finished() == {"rb"}
+
+
+def test_unclaimed_offer_expires(table: LeaseTable) -> None:
+    offer(table)
+    table.sweep(10)
+    assert table.take_finished() == {"r"}
+    assert claim(table, 10.5) is Verdict.EXPIRED
+
+
+def test_cancel_frees_at_once_and_the_reader_is_told(table: LeaseTable) -> None:
+    offer(table)
+    claim(table, 1)
+    assert table.cancel(2, "r")
+    assert table.take_finished() == {"r"}
+    assert table.complete(3, "t", TOKEN, "f") is Verdict.CANCELLED
+    assert not table.cancel(3, "r")
+    assert not table.cancel(3, "never seen")
+
+
+def test_revoke_ends_all(table: LeaseTable) -> None:
+    offer(table, 0, "a", "ra")
+    offer(table, 0, "b", "rb")
+    claim(table, 1, "f", "a")
+    table.revoke_all(2)
+    assert table.take_finished() == {"ra", "rb"}
+    assert table.complete(3, "a", TOKEN, "f") is Verdict.REVOKED
+
+
+def test_wrong_token_and_wrong_blocks(table: LeaseTable) -> None:
+    offer(table)
+    assert table.claim(1, "t", b"x" * 16, "f", DIGEST) is Verdict.FORBIDDEN
+    assert table.claim(1, "t", TOKEN, "f", b"x" * 32) is Verdict.MISMATCH
+    assert table.complete(1, "t", b"x" * 16, "f") is Verdict.FORBIDDEN
+    assert table.release(1, "t", b"x" * 16, "f") is Verdict.FORBIDDEN
+    assert claim(table, 2) is Verdict.HELD, "the impostors changed nothing"
+
+
+def test_claim_that_overtakes_its_offer_is_parked(table: LeaseTable) -> None:
+    assert claim(table, 0) is None
+    assert claim(table, 0.5) is None, "asked again, still parked"
+    assert offer(table, 1) == ("f", Verdict.HELD)
+    assert table.complete(2, "t", TOKEN, "f") is Verdict.HELD
+
+
+def test_parked_claims_run_out_and_are_bounded(table: LeaseTable) -> None:
+    for i in range(3):
+        assert claim(table, 0, f"f{i}", f"t{i}") is None
+    assert claim(table, 0, "f9", "t9") is Verdict.UNKNOWN
+    assert claim(table, 0, "rival", "t0") is Verdict.UNKNOWN
+    assert sorted(table.sweep(2)) == ["f0", "f1", "f2"]
+    assert table.counts()["parked"] == 0
+
+
+def test_release_of_a_parked_claim(table: LeaseTable) -> None:
+    claim(table, 0)
+    assert table.release(0.1, "t", TOKEN, "f") is Verdict.UNKNOWN
+    assert offer(table, 1) is None, "nobody waits any more"
+    assert table.counts()["offered"] == 1
+
+
+def test_release_unclaimed_and_claimed(table: LeaseTable) -> None:
+    offer(table, 0, "a", "ra")
+    offer(table, 0, "b", "rb")
+    claim(table, 1, "f", "b")
+    assert table.release(2, "a", TOKEN, "") is Verdict.RELEASED
+    assert table.release(2, "b", TOKEN, "f") is Verdict.RELEASED
+    assert table.release(3, "b", TOKEN, "f") is Verdict.RELEASED
+    assert table.take_finished() == {"ra", "rb"}
+    assert table.complete(3, "b", TOKEN, "f") is Verdict.RELEASED
+
+
+def test_tombstones_are_bounded_and_age(table: LeaseTable) -> None:
+    for i in range(20):
+        offer(table, 0, f"t{i}", f"r{i}")
+        table.cancel(0, f"r{i}")
+    assert table.counts()["tombstones"] == 5
+    table.sweep(101)
+    assert table.counts()["tombstones"] == 0
+    assert claim(table, 102, "f", "t19") is None, "forgotten: it may be an offer to come"
+
+
+def test_request_with_two_offers_is_finished_when_both_are(table: LeaseTable) -> None:
+    offer(table, 0, "a")
+    offer(table, 0, "b")
+    table.release(1, "a", TOKEN, "")
+    assert table.take_finished() == set()
+    table.release(1, "b", TOKEN, "")
+    assert table.take_finished() == {"r"}
