@@ -21,15 +21,15 @@ Text = Annotated[Optional[str], typer.Option()]  # noqa: UP045  (typer reads it 
 
 @app.command()
 def serve(
-    socket: Annotated[Optional[str], typer.Option(help="Unix socket for the engine.")] = None,
-    bind: Annotated[Optional[str], typer.Option(help="HOST:PORT for other sidecars.")] = None,
-    advertise: Annotated[Optional[str], typer.Option(help="Host they are told to dial.")] = None,
-    http: Annotated[Optional[str], typer.Option(help="HOST:PORT for /metrics, /status.")] = None,
-    config: Annotated[Optional[str], typer.Option(help="TOML file with any setting.")] = None,
+    socket: Annotated[str | None, typer.Option(help="Unix socket for the engine.")] = None,
+    bind: Annotated[str | None, typer.Option(help="HOST:PORT for other sidecars.")] = None,
+    advertise: Annotated[str | None, typer.Option(help="Host they are told to dial.")] = None,
+    http: Annotated[str | None, typer.Option(help="HOST:PORT for /metrics, /status.")] = None,
+    config: Annotated[str | None, typer.Option(help="TOML file with any setting.")] = None,
     insecure: Annotated[
-        Optional[bool], typer.Option("--insecure", help="Bind beyond loopback without keys.")
+        bool | None, typer.Option("--insecure", help="Bind beyond loopback without keys.")
     ] = None,
-    log_level: Annotated[Optional[str], typer.Option(help="debug to error.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug to error.")] = None,
 ) -> None:
     """Run the sidecar of one GPU worker."""
     from kvagent.agent.serve import serve as run

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
+import time
 from collections.abc import Awaitable
 from importlib.metadata import version
 
@@ -97,8 +99,12 @@ class Agent:
         if self.config.http:
             self._http = await http.serve(self)
         self._spawn(self._clock())
-        log.info("kvagent %s: control %s, socket %s", VERSION, self.rank.endpoint,
-                 self.config.socket or "in-process")
+        log.info(
+            "kvagent %s: control %s, socket %s",
+            VERSION,
+            self.rank.endpoint,
+            self.config.socket or "in-process",
+        )
 
     async def stop(self) -> None:
         """Ends what runs, closes every door. Transfers that are open fail; `drain` comes first."""
@@ -124,13 +130,12 @@ class Agent:
         self.local.adopt(sock, in_process=True)
 
     async def _clock(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(TICK)
             try:
                 self.leader.tick()
-                self.rank.sweep(loop.time())
-                await self.rank.peers.sweep(loop.time())
+                self.rank.sweep(time.monotonic())
+                await self.rank.peers.sweep(time.monotonic())
             except Exception:
                 log.exception("the clock's work failed")
 
@@ -269,8 +274,8 @@ class Agent:
         try:
             if embedded:
                 ranges = [MemoryRange(r.address, r.nbytes, "dram", 0) for r in message.ranges]
-            for fd, shared in zip(fds, message.ranges, strict=False):
-                mapped = MappedMemory(fd, shared.nbytes, shared.offset)
+            for shared in message.ranges if fds else ():
+                mapped = MappedMemory(fds.pop(0), shared.nbytes, shared.offset)
                 kept.append(mapped)
                 ranges.append(MemoryRange(mapped.address, shared.nbytes, "dram", 0))
             await self.rank.adopt(
@@ -279,6 +284,8 @@ class Agent:
         except BaseException:
             for mapped in kept:
                 mapped.close()
+            for fd in fds:
+                os.close(fd)
             raise
         connection.send(Registered())
 
@@ -306,7 +313,7 @@ class Agent:
             case Release():
                 return leader.released(message)
             case JoinLeader():
-                return leader.team.join(message, asyncio.get_running_loop().time())
+                return leader.team.join(message, time.monotonic())
             case PartDone():
                 leader.part_done(message)
                 return Ok()
@@ -343,13 +350,10 @@ class Agent:
             )
         found = tuple(differences(team.shape(), message.shape))
         if found:
-            return Refused(
-                code="mismatch", message="model or cache do not fit", differences=found
-            )
+            return Refused(code="mismatch", message="model or cache do not fit", differences=found)
         return team.welcome()
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 def status(agent: Agent) -> dict[str, Any]:
     """What /status says; also what the metrics are made of."""
     me, leader, rank = agent.rank.identity, agent.leader, agent.rank
-    now = asyncio.get_running_loop().time()
+    now = time.monotonic()
     return {
         "engine_id": me.info.engine_id if me else None,
         "rank": me.index if me else None,
@@ -77,7 +78,9 @@ class _Metrics:
         values = status(self._agent)
         yield _gauge("kvagent_ready", "1 when this sidecar can take work", values["ready"])
         yield _labelled(
-            GaugeMetricFamily("kvagent_leases", "Leases of this engine, by state", labels=["state"]),
+            GaugeMetricFamily(
+                "kvagent_leases", "Leases of this engine, by state", labels=["state"]
+            ),
             {k: values["leases"][k] for k in ("offered", "claimed", "parked", "tombstones")},
         )
         yield _labelled(
@@ -178,8 +181,13 @@ async def serve(agent: Agent) -> Server:
     address = agent.config.http_address()
     assert address is not None
     config = uvicorn.Config(
-        app(agent), host=address[0], port=address[1], log_config=None, access_log=False,
-        lifespan="off", timeout_graceful_shutdown=1,
+        app(agent),
+        host=address[0],
+        port=address[1],
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=1,
     )
     try:
         sock = config.bind_socket()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -76,6 +77,9 @@ class Session:
     def epoch(self) -> str:
         return self.welcome.epoch
 
+    def stale(self, now: float) -> bool:
+        return self.closed or now - self.last_used > IDLE_SECONDS
+
 
 @dataclass(slots=True)
 class PeerBook:
@@ -98,8 +102,8 @@ class PeerBook:
         key = (engine_id, host, port)
         task = self._sessions.get(key)
         if task is not None and task.done():
-            failed = task.cancelled() or task.exception() is not None
-            if failed or task.result().closed or task.result().epoch != epoch:
+            known = _result(task)
+            if known is None or known.closed or known.epoch != epoch:
                 await self._close(key)
                 task = self._sessions.get(key)
         if task is None:
@@ -108,7 +112,7 @@ class PeerBook:
             task = asyncio.create_task(self._hello(engine_id, host, port))
             self._sessions[key] = task
         session = await asyncio.shield(task)
-        session.last_used = asyncio.get_running_loop().time()
+        session.last_used = time.monotonic()
         return session
 
     async def _hello(self, engine_id: str, host: str, port: int) -> Session:
@@ -136,7 +140,7 @@ class PeerBook:
             engine_id=engine_id,
             client=client,
             welcome=answer,
-            last_used=asyncio.get_running_loop().time(),
+            last_used=time.monotonic(),
         )
 
     async def sources(self, session: Session) -> list[Source]:
@@ -185,9 +189,8 @@ class PeerBook:
         """Ends a session that turned out to be stale; the next fetch makes a new one."""
         session.closed = True
         for key, task in list(self._sessions.items()):
-            if task.done() and not task.cancelled() and not task.exception():
-                if task.result() is session:
-                    await self._close(key)
+            if _result(task) is session:
+                await self._close(key)
 
     async def drop(self, engine_id: str) -> None:
         """Ends every session with an engine."""
@@ -197,11 +200,8 @@ class PeerBook:
     async def sweep(self, now: float) -> None:
         """Closes sessions that failed or that nobody used for a while."""
         for key, task in list(self._sessions.items()):
-            if not task.done():
-                continue
-            if task.cancelled() or task.exception() or task.result().closed:
-                await self._close(key)
-            elif now - task.result().last_used > IDLE_SECONDS:
+            session = _result(task)
+            if task.done() and (session is None or session.stale(now)):
                 await self._close(key)
 
     async def close(self) -> None:
@@ -211,11 +211,8 @@ class PeerBook:
 
     def sessions(self) -> list[Session]:
         """Those that are open now."""
-        return [
-            task.result()
-            for task in self._sessions.values()
-            if task.done() and not task.cancelled() and not task.exception()
-        ]
+        found = (_result(task) for task in self._sessions.values())
+        return [session for session in found if session is not None]
 
     async def _close(self, key: tuple[str, str, int]) -> None:
         task = self._sessions.pop(key, None)
@@ -247,3 +244,9 @@ class PeerBook:
                 await fabric.disconnect(source.remote)
             except KVAgentError as error:  # the fabric is a newer one already
                 log.debug("disconnect: %s", error)
+
+
+def _result(task: asyncio.Task[Session]) -> Session | None:
+    """The session that a handshake made, if it has."""
+    done = task.done() and not task.cancelled() and task.exception() is None
+    return task.result() if done else None

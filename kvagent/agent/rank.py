@@ -11,14 +11,14 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import zmq.asyncio
 
-from kvagent.agent.identity import Identity
 from kvagent.agent.causes import cause_text
+from kvagent.agent.identity import Identity
 from kvagent.agent.peers import PeerBook, Source
 from kvagent.config import Config, join_address
 from kvagent.core.compare import differences, engine_shape
@@ -28,6 +28,7 @@ from kvagent.core.specs import CacheSpec, WorkerInfo
 from kvagent.core.stats import ReadStats
 from kvagent.errors import AgentError, KVAgentError, PeerGoneError
 from kvagent.fabric.base import CancelFlag, Fabric, ReadCancelled
+from kvagent.memory.host import MappedMemory
 from kvagent.wire.codec import unpack_blocks
 from kvagent.wire.messages import Meet, Met, Part, PartState, Peer, Refused
 
@@ -71,7 +72,7 @@ class Rank:
     identity: Identity | None = None
     fabric: Fabric | None = None
     peers: PeerBook = field(init=False)
-    memory: object | None = None
+    memory: Sequence[MappedMemory] = ()
     bytes_read: int = 0
     _parts: OrderedDict[str, PartRun] = field(default_factory=OrderedDict)
 
@@ -105,7 +106,7 @@ class Rank:
         views: dict[str, TensorView],
         ranges: tuple[MemoryRange, ...],
         num_blocks: int,
-        memory: object,
+        memory: Sequence[MappedMemory],
     ) -> None:
         """Registers the engine's cache and takes on an identity. `memory` is kept alive."""
         if self.info is None:
@@ -155,10 +156,9 @@ class Rank:
         await self.peers.close()
         fabric, self.fabric = self.fabric, None
         await fabric.close()
-        memory, self.memory = self.memory, None
-        close = getattr(memory, "close", None)
-        if close is not None:
-            close()
+        for mapped in self.memory:
+            mapped.close()
+        self.memory = ()
         if had is not None:
             self.changed()
 

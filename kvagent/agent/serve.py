@@ -21,9 +21,7 @@ def nixl_fabric(name: str, config: Config) -> Fabric:
     """The real fabric; NIXL is loaded only now."""
     from kvagent.fabric.nixl import NixlFabric
 
-    return NixlFabric(
-        name, piece_bytes=config.piece_bytes, inflight_bytes=config.inflight_bytes
-    )
+    return NixlFabric(name, piece_bytes=config.piece_bytes, inflight_bytes=config.inflight_bytes)
 
 
 def serve(config: Config) -> None:

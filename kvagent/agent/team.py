@@ -41,9 +41,7 @@ class Member:
 class Team:
     """`lost(index, why)` is called when a rank's old incarnation is known to be gone."""
 
-    def __init__(
-        self, context: zmq.asyncio.Context, lost: Callable[[int, str], None]
-    ) -> None:
+    def __init__(self, context: zmq.asyncio.Context, lost: Callable[[int, str], None]) -> None:
         self._context = context
         self._lost = lost
         self._members: dict[int, Member] = {}

@@ -137,7 +137,8 @@ class EmbeddedAgent:
 
     def _open(self) -> socket.socket:
         ours, theirs = socket.socketpair()
-        assert self._loop is not None and self._agent is not None
+        assert self._loop is not None
+        assert self._agent is not None
         self._loop.call_soon_threadsafe(self._agent.adopt, theirs)
         return ours
 

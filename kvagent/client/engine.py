@@ -339,6 +339,3 @@ class EngineClient:
                         log.error("the sidecar sent a %s", type(message).__name__)
                 self._changed.notify_all()
         return True
-
-
-

@@ -7,7 +7,7 @@ A plain dict that survives JSON. Its outer keys are the ones that vLLM's routers
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -27,7 +27,7 @@ class Inner(msgspec.Struct, frozen=True, kw_only=True):
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     remote_engine_id: str
-    remote_block_ids: list[int] | list[list[int]]
+    remote_block_ids: list[int | list[int]]
     remote_host: str
     remote_port: int
     kvagent: Inner
@@ -37,7 +37,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         return bytes.fromhex(self.kvagent.token)
 
     def blocks(self) -> tuple[bytes, ...]:
-        return pack_blocks(self.remote_block_ids)
+        return pack_blocks(cast("BlockIds", self.remote_block_ids))
 
 
 def make_ticket(

@@ -51,7 +51,7 @@ class WorkerClient:
 
     @property
     def endpoint(self) -> str:
-        """"host:port" of this sidecar; rank 0's is what the other ranks get as `leader`."""
+        """ "host:port" of this sidecar; rank 0's is what the other ranks get as `leader`."""
         if not self._endpoint:
             raise AgentError("the endpoint is known after join()")
         return self._endpoint
@@ -151,7 +151,8 @@ def _count_blocks(
                 raise GeometryError(f"no tensor {name!r}; given: {', '.join(tensors) or 'none'}")
             if tensor.dtype != getattr(torch, dtype):
                 raise GeometryError(f"{name!r} is {tensor.dtype}, its spec says {dtype}")
-            axis = next(i for i, (a, b) in enumerate(zip(shape, two[name].shape)) if a != b)
+            pairs = zip(shape, two[name].shape, strict=True)
+            axis = next(i for i, (a, b) in enumerate(pairs) if a != b)
             if tensor.dim() != len(shape):
                 raise GeometryError(
                     f"{name!r} has {tensor.dim()} dimensions, its spec says {len(shape)}"

@@ -104,8 +104,10 @@ class Model:
         config, shard = self._config, self._shard
         heads, kv_heads = shard.heads[1] - shard.heads[0], shard.kv_heads[1] - shard.kv_heads[0]
         projected = F.linear(self._norm(hidden, weights.input_norm), weights.qkv)
-        query, key, value = projected.view(len(projected), -1, config.head_size).split(
-            [heads, kv_heads, kv_heads], dim=1
+        query, key, value = torch.split(
+            projected.view(len(projected), -1, config.head_size),
+            [heads, kv_heads, kv_heads],
+            dim=1,
         )
         query, key = batch.rotate(query), batch.rotate(key)
         cache.write(batch.block_of_token, batch.slot_of_token, key, value)

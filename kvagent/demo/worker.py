@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store, TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
 
 from kvagent.demo.config import EngineOptions, ModelConfig
 from kvagent.demo.model import Chunk, Model, PagedCache

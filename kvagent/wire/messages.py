@@ -302,7 +302,7 @@ class Renewed(Message, frozen=True, tag="renewed"):
 
 
 class Complete(Message, frozen=True, tag="complete"):
-    """"All my ranks have finished reading": the fence. -> `Verdict`: held means valid."""
+    """ "All my ranks have finished reading": the fence. -> `Verdict`: held means valid."""
 
     transfer_id: str
     token: bytes
@@ -310,7 +310,7 @@ class Complete(Message, frozen=True, tag="complete"):
 
 
 class Release(Message, frozen=True, tag="release"):
-    """"I will not read it": empty `fetch_id` when it was never claimed. -> `Verdict`."""
+    """ "I will not read it": empty `fetch_id` when it was never claimed. -> `Verdict`."""
 
     transfer_id: str
     token: bytes
@@ -397,4 +397,3 @@ Peer = (
 )
 
 peer_codec: Codec[Peer] = Codec(Peer, MAX_PEER_BYTES)
-

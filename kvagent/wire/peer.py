@@ -218,7 +218,5 @@ class PeerClient:
 
 def _explain(refused: Refused, client: PeerClient) -> str:
     text = f"{refused.code}: {client} refused: {refused.message}"
-    fields = "; ".join(
-        f"{d.field}: {d.local} there, {d.remote} here" for d in refused.differences
-    )
+    fields = "; ".join(f"{d.field}: {d.local} there, {d.remote} here" for d in refused.differences)
     return f"{text}: {fields}" if fields else text

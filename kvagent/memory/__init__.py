@@ -1,0 +1,1 @@
+"""Memory for KV caches that two processes share."""

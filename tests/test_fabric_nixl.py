@@ -1,0 +1,451 @@
+"""NIXL between processes, over shared memory and over TCP. The peer only serves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvagent.core.regions import MemoryRange
+from kvagent.errors import (
+    BlockRangeError,
+    FabricError,
+    GeometryError,
+    HandshakeError,
+    PeerGoneError,
+)
+from kvagent.fabric.base import CancelFlag, PeerMetadata, ReadCancelled, RemoteAgent
+from kvagent.fabric.nixl import NixlFabric
+
+pytest.importorskip("nixl")
+
+MIB = 1 << 20
+SIZE = 32 * MIB
+BLOCK = 16384
+BLOCKS = SIZE // BLOCK
+LIMIT = 30.0
+"""Seconds that only a hang can take."""
+
+PEER = """
+import asyncio, ctypes, mmap, sys
+import msgspec, numpy as np
+from kvagent.core.regions import MemoryRange
+from kvagent.fabric.nixl import NixlFabric
+
+async def main(size):
+    memory = np.frombuffer(mmap.mmap(-1, size), np.uint32)
+    memory[:] = np.arange(size // 4, dtype=np.uint32)
+    address = memory.ctypes.data
+    fabric = NixlFabric("peer/0")
+    await fabric.start()
+    await fabric.register([MemoryRange(address, size)])
+    sys.stdout.buffer.write(msgspec.json.encode((fabric.metadata, address)) + b"\\n")
+    sys.stdout.flush()
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        page = ctypes.c_void_p(address + int(line))
+        assert ctypes.CDLL(None).mprotect(page, ctypes.c_size_t(4096), 0) == 0
+        print("unreadable", flush=True)
+    await fabric.close()
+
+asyncio.run(main(int(sys.argv[1])))
+"""
+
+
+class Peer:
+    """A process whose memory holds the numbers 0, 1, 2, ... as uint32."""
+
+    def __init__(self, env: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PEER, str(SIZE)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **(env or {})},
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        self.meta, self.address = msgspec.json.decode(line, type=tuple[PeerMetadata, int])
+
+    def make_unreadable(self, offset: int) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(b"%d\n" % offset)
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == b"unreadable\n"
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@contextmanager
+def running(transport: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
+    if transport == "tcp":
+        monkeypatch.setenv("UCX_TLS", "tcp")
+    peer = Peer()
+    try:
+        yield peer
+    finally:
+        peer.kill()
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def peer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
+    with running(request.param, monkeypatch) as process:
+        yield process
+
+
+@pytest.fixture
+def tcp_peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
+    with running("tcp", monkeypatch) as process:
+        yield process
+
+
+@dataclass
+class Selected:
+    local_index: np.ndarray
+    remote_index: np.ndarray
+    extra: np.ndarray
+    nbytes: int
+    descriptors: int
+
+
+def select(local: Any, remote: Any, extra: Any = (), size: int = BLOCK) -> Selected:
+    rows = np.array(extra, np.uint64).reshape(-1, 3)
+    nbytes = len(local) * size + int(rows[:, 2].sum())
+    return Selected(
+        np.asarray(local, np.int32),
+        np.asarray(remote, np.int32),
+        rows,
+        nbytes,
+        len(local) + len(rows),
+    )
+
+
+def everything() -> Selected:
+    return select(np.arange(BLOCKS), np.arange(BLOCKS))
+
+
+def rows(address: int, size: int = BLOCK, count: int = BLOCKS) -> np.ndarray:
+    return np.array([[address, size, 0, size, count]], np.uint64)
+
+
+class CancelAfter(CancelFlag):
+    """Set by being looked at so many times: cancels between two pieces, without a race."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    @property
+    def reason(self) -> str | None:  # type: ignore[override]
+        self.looks -= 1
+        return None if self.looks >= 0 else "enough"
+
+
+class Reader:
+    """A fabric with memory to read into, filled with ones."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.memory = np.full(SIZE, 0xFF, np.uint8)
+        self.address = self.memory.ctypes.data
+        self.fabric = NixlFabric("reader/0", **settings)
+
+    async def __aenter__(self) -> Reader:
+        await self.fabric.start()
+        await self.fabric.register([MemoryRange(self.address, SIZE)])
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.wait_for(self.fabric.close(), LIMIT)
+
+    async def prepare(self, peer: Peer) -> tuple[RemoteAgent, Any]:
+        remote = await asyncio.wait_for(self.fabric.connect(peer.meta), LIMIT)
+        prepared = await self.fabric.prepare(remote, rows(self.address), rows(peer.address))
+        return remote, prepared
+
+    async def read(
+        self, prepared: Any, selection: Selected, cancelled: CancelFlag | None = None
+    ) -> Any:
+        return await asyncio.wait_for(
+            self.fabric.read(prepared, selection, cancelled or CancelFlag()), LIMIT
+        )
+
+    def words(self) -> np.ndarray:
+        return self.memory.view(np.uint32)
+
+    def blocks(self) -> np.ndarray:
+        return self.words().reshape(BLOCKS, -1)
+
+
+EXPECTED = np.arange(SIZE // 4, dtype=np.uint32)
+UNTOUCHED = np.uint32(0xFFFFFFFF)
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test())
+
+
+def test_bytes(peer: Peer) -> None:
+    async def body() -> None:
+        async with Reader(piece_bytes=MIB, inflight_bytes=4 * MIB) as reader:
+            remote, prepared = await reader.prepare(peer)
+
+            stats = await reader.read(prepared, everything())
+            assert np.array_equal(reader.words(), EXPECTED)
+            assert (stats.nbytes, stats.descriptors) == (SIZE, BLOCKS)
+
+            order = np.random.default_rng(1).permutation(BLOCKS)
+            reader.memory[:] = 0xFF
+            await reader.read(prepared, select(np.arange(BLOCKS), order))
+            assert np.array_equal(reader.blocks(), EXPECTED.reshape(BLOCKS, -1)[order])
+
+            # A few blocks and odd bytes; everything else stays as it was.
+            reader.memory[:] = 0xFF
+            odd = (reader.address + 3 * BLOCK + 5, peer.address + 77, 1001)
+            await reader.read(prepared, select([9, 1], [2, 700], [odd]))
+            want = np.full(SIZE, 0xFF, np.uint8)
+            source = EXPECTED.view(np.uint8)
+            want[9 * BLOCK : 10 * BLOCK] = source[2 * BLOCK : 3 * BLOCK]
+            want[BLOCK : 2 * BLOCK] = source[700 * BLOCK : 701 * BLOCK]
+            want[3 * BLOCK + 5 : 3 * BLOCK + 5 + 1001] = source[77 : 77 + 1001]
+            assert np.array_equal(reader.memory, want)
+
+            await reader.read(prepared, select([], []))
+            with pytest.raises(BlockRangeError):
+                await reader.read(prepared, select([BLOCKS], [0]))
+            with pytest.raises(FabricError):
+                outside = (reader.address, peer.address + SIZE, 8)
+                await reader.read(prepared, select([], [], [outside]))
+            await reader.read(prepared, select([0], [0]))
+
+            await reader.fabric.release(prepared)
+            with pytest.raises(FabricError, match="released"):
+                await reader.read(prepared, select([0], [0]))
+            await reader.fabric.disconnect(remote)
+            with pytest.raises(FabricError, match="disconnected"):
+                await reader.fabric.prepare(remote, rows(reader.address), rows(peer.address))
+
+    run(body)
+
+
+def test_rows_of_several_lengths(peer: Peer) -> None:
+    async def body() -> None:
+        async with Reader() as reader:
+            remote = await reader.fabric.connect(peer.meta)
+            # Descriptors 0..3 are of 4 KiB with gaps, then those of 64 bytes.
+            local = [[reader.address, 4096, 0, 8192, 4], [reader.address + MIB, 64, 0, 64, 16]]
+            far = [[peer.address, 4096, 0, 4096, 4], [peer.address + 2 * MIB, 64, 0, 128, 32]]
+            prepared = await reader.fabric.prepare(
+                remote, np.array(local, np.uint64), np.array(far, np.uint64)
+            )
+            picked = select([1, 4, 19], [3, 4, 35])
+            await reader.read(prepared, picked)
+            source = EXPECTED.view(np.uint8)
+            assert np.array_equal(reader.memory[8192:12288], source[3 * 4096 : 4 * 4096])
+            assert np.array_equal(reader.memory[MIB : MIB + 64], source[2 * MIB : 2 * MIB + 64])
+            assert np.array_equal(
+                reader.memory[MIB + 15 * 64 : MIB + 16 * 64],
+                source[2 * MIB + 31 * 128 :][:64],
+            )
+            with pytest.raises(GeometryError, match="length"):
+                await reader.read(prepared, select([0], [4]))
+
+    run(body)
+
+
+def test_many_reads_at_once(peer: Peer) -> None:
+    async def body() -> None:
+        async with Reader(piece_bytes=256 << 10, inflight_bytes=MIB) as reader:
+            _, prepared = await reader.prepare(peer)
+            order = np.random.default_rng(2).permutation(BLOCKS)
+            parts = np.array_split(np.arange(BLOCKS), 32)
+            await asyncio.gather(
+                *(reader.read(prepared, select(part, order[part])) for part in parts)
+            )
+            assert np.array_equal(reader.blocks(), EXPECTED.reshape(BLOCKS, -1)[order])
+
+    run(body)
+
+
+def test_cancelled_in_the_middle(peer: Peer) -> None:
+    async def body() -> None:
+        async with Reader(piece_bytes=256 << 10, inflight_bytes=256 << 10) as reader:
+            _, prepared = await reader.prepare(peer)
+            with pytest.raises(ReadCancelled, match="enough"):
+                await reader.read(prepared, everything(), CancelAfter(10))
+            arrived = (reader.words() != UNTOUCHED).sum()
+            assert 0 < arrived < len(EXPECTED)
+            await asyncio.sleep(0.2)
+            assert (reader.words() != UNTOUCHED).sum() == arrived
+            # The peer is none the worse for it.
+            await reader.read(prepared, everything())
+            assert np.array_equal(reader.words(), EXPECTED)
+
+    run(body)
+
+
+def test_peer_killed_in_the_middle(peer: Peer) -> None:
+    async def body() -> None:
+        async with Reader() as reader:
+            remote, prepared = await reader.prepare(peer)
+
+            async def read_on() -> None:
+                while True:
+                    await reader.read(prepared, everything())
+
+            reading = asyncio.create_task(read_on())
+            await asyncio.sleep(0.1)
+            peer.process.kill()
+            with pytest.raises(PeerGoneError, match="gone"):
+                await asyncio.wait_for(reading, 5)
+            with pytest.raises(PeerGoneError):
+                await reader.read(prepared, select([0], [0]))
+            await reader.fabric.disconnect(remote)
+            with pytest.raises(PeerGoneError):
+                await asyncio.wait_for(reader.fabric.connect(peer.meta), LIMIT)
+            # Other peers are served and read as before.
+            another = Peer()
+            try:
+                _, prepared = await reader.prepare(another)
+                await reader.read(prepared, everything())
+                assert np.array_equal(reader.words(), EXPECTED)
+            finally:
+                another.kill()
+
+    run(body)
+
+
+def test_handshakes_refused(tcp_peer: Peer) -> None:
+    good = tcp_peer.meta
+
+    async def body() -> None:
+        async with Reader() as reader:
+            damaged = msgspec.structs.replace(good, blob=good.blob[:-1] + b"\0")
+            with pytest.raises(HandshakeError, match="digest"):
+                await reader.fabric.connect(damaged)
+            other = msgspec.structs.replace(good, options={**good.options, "nixl": "0.9"})
+            with pytest.raises(HandshakeError, match=r"nixl is '.*' here and '0\.9' at peer/0"):
+                await reader.fabric.connect(other)
+            promised = msgspec.structs.replace(good, probe_digest=bytes(32))
+            with pytest.raises(HandshakeError, match="probe"):
+                await reader.fabric.connect(promised)
+            renamed = msgspec.structs.replace(good, agent="somebody/0")
+            with pytest.raises(HandshakeError, match="came as that of"):
+                await reader.fabric.connect(renamed)
+            remote = await reader.fabric.connect(good)
+            with pytest.raises(FabricError, match="connected already"):
+                await reader.fabric.connect(good)
+            await reader.fabric.disconnect(remote)
+            await reader.fabric.connect(good)
+
+    run(body)
+
+
+def test_options_must_agree(tcp_peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TCP_TX_SEG_SIZE", "64k")
+
+    async def body() -> None:
+        async with Reader() as reader:
+            with pytest.raises(HandshakeError, match="UCX_TCP_TX_SEG_SIZE is '64k' here and 'uns"):
+                await reader.fabric.connect(tcp_peer.meta)
+
+    run(body)
+
+
+def test_fence_ends_the_reads_of_a_stopped_peer(tcp_peer: Peer) -> None:
+    async def body() -> None:
+        async with Reader(piece_bytes=MIB, inflight_bytes=8 * MIB) as reader:
+            _, prepared = await reader.prepare(tcp_peer)
+            tcp_peer.signal(signal.SIGSTOP)
+            flag = CancelFlag()
+            reading = asyncio.create_task(reader.fabric.read(prepared, everything(), flag))
+            flag_set = asyncio.get_running_loop().call_later(0.2, flag.cancel, "deadline")
+            await asyncio.wait({reading}, timeout=0.5)
+            assert not reading.done()  # cancelled, and in flight for ever
+            await asyncio.wait_for(reader.fabric.fence(), LIMIT)
+            with pytest.raises(FabricError):
+                await reading
+            flag_set.cancel()
+            reader.memory[:] = 0xAA
+            tcp_peer.signal(signal.SIGCONT)
+            await asyncio.sleep(0.5)
+            assert (reader.memory == 0xAA).all()  # no late byte
+
+            with pytest.raises(FabricError, match="fenced"):
+                await reader.read(prepared, everything())
+            _, prepared = await reader.prepare(tcp_peer)
+            await reader.read(prepared, everything())
+            assert np.array_equal(reader.words(), EXPECTED)
+
+    run(body)
+
+
+def test_close_ends_reads_too(tcp_peer: Peer) -> None:
+    async def body() -> None:
+        async with Reader() as reader:
+            _, prepared = await reader.prepare(tcp_peer)
+            tcp_peer.signal(signal.SIGSTOP)
+            reading = asyncio.create_task(reader.fabric.read(prepared, everything(), CancelFlag()))
+            await asyncio.sleep(0.1)
+            await asyncio.wait_for(reader.fabric.close(), LIMIT)
+            with pytest.raises(FabricError, match="closed"):
+                await reading
+            with pytest.raises(FabricError, match="not running"):
+                await reader.fabric.fence()
+
+    run(body)
+
+
+def test_connecting_to_a_stopped_peer_can_be_given_up(tcp_peer: Peer) -> None:
+    async def body() -> None:
+        async with Reader() as reader:
+            tcp_peer.signal(signal.SIGSTOP)
+            begin = time.monotonic()
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(reader.fabric.connect(tcp_peer.meta), 0.3)
+            assert time.monotonic() - begin < LIMIT
+            with pytest.raises(FabricError, match="connected already"):
+                await reader.fabric.connect(tcp_peer.meta)
+            tcp_peer.signal(signal.SIGCONT)
+            await reader.fabric.fence()
+            await reader.prepare(tcp_peer)
+
+    run(body)
+
+
+@pytest.mark.parametrize("block", [0, BLOCKS // 2, BLOCKS - 1])
+def test_a_page_that_cannot_be_read_is_no_success(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # NIXL alone says success: it looks at the last descriptor only.
+    async def body(peer: Peer) -> None:
+        async with Reader() as reader:
+            _, prepared = await reader.prepare(peer)
+            peer.make_unreadable(block * BLOCK)
+            with pytest.raises(FabricError):
+                await reader.read(prepared, select(np.arange(BLOCKS), np.arange(BLOCKS)[::-1]))
+
+    with running("shm", monkeypatch) as peer:
+        asyncio.run(body(peer))
+
+
+def test_nixl_is_imported_only_when_a_fabric_starts() -> None:
+    code = (
+        "import sys, kvagent.fabric.nixl, kvagent.fabric.loopback; assert 'nixl' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
