@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from enum import Enum
 from typing import Annotated, Optional
 
 import typer
@@ -57,6 +58,81 @@ def proxy(
     from kvagent.proxy import run_proxy
 
     run_proxy(prefill, decode, host=host, port=port)
+
+
+class Layout(str, Enum):
+    """Order of the cache's axes within a block."""
+
+    HND = "HND"
+    NHD = "NHD"
+
+
+@app.command()
+def engine(
+    socket_template: Annotated[
+        str | None,
+        typer.Option(help="Path of each rank's sidecar socket, with {rank} in it; none: alone."),
+    ] = None,
+    engine_id: Annotated[str, typer.Option(help="Name of this engine; one of its kind.")] = "demo",
+    model: Annotated[str | None, typer.Option(help="Hugging Face directory or GGUF file.")] = None,
+    served_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks, a process each.")] = 1,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    num_blocks: Annotated[int, typer.Option(help="Size of the cache.")] = 512,
+    block_size: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
+    layout: Annotated[Layout, typer.Option(help="Heads or tokens outside.")] = Layout.HND,
+    kv_dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    max_batch_tokens: Annotated[int, typer.Option(help="Most tokens in one step.")] = 512,
+    prefix_cache: Annotated[
+        bool, typer.Option("--prefix-cache", help="Reuse blocks of equal beginnings.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+) -> None:
+    """Run the demo engine: an OpenAI-compatible server for Llama-family checkpoints."""
+    from kvagent.demo import config
+    from kvagent.demo.server import serve_engine
+
+    serve_engine(
+        model,
+        socket_template=socket_template,
+        tp=tp,
+        host=host,
+        port=port,
+        engine_id=engine_id,
+        served_name=served_name,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        axes={Layout.HND: config.HND, Layout.NHD: config.NHD}[layout],
+        kv_dtype=kv_dtype,
+        max_batch_tokens=max_batch_tokens,
+        prefix_cache=prefix_cache,
+        device=device,
+    )
+
+
+@app.command()
+def demo(
+    prefill_tp: Annotated[int, typer.Option(min=1, help="Ranks of the prefill engine.")] = 3,
+    decode_tp: Annotated[int, typer.Option(min=1, help="Ranks of the decode engine.")] = 1,
+    model: Annotated[str | None, typer.Option(help="Hugging Face directory or GGUF file.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, max=32, help="Sent at once.")] = 6,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 24,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON, as the last line.")
+    ] = False,
+) -> None:
+    """Show prefill on one engine and decode on another, and that the tokens are the same."""
+    from kvagent.demo.show import Demo
+
+    show = Demo(
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        model=model,
+        prompts=prompts,
+        max_tokens=max_tokens,
+    )
+    raise typer.Exit(0 if show.run(as_json=as_json) else 1)
 
 
 def main() -> None:

@@ -228,8 +228,8 @@ def test_bytes(peer: Peer) -> None:
             await reader.read(prepared, select([], []))
             with pytest.raises(BlockRangeError):
                 await reader.read(prepared, select([BLOCKS], [0]))
-            with pytest.raises(FabricError):
-                outside = (reader.address, peer.address + SIZE, 8)
+            outside = (reader.address, peer.address + SIZE, 8)
+            with pytest.raises(FabricError, match="reading from peer/0"):
                 await reader.read(prepared, select([], [], [outside]))
             await reader.read(prepared, select([0], [0]))
 

@@ -134,6 +134,7 @@ class Agent:
             await asyncio.sleep(TICK)
             try:
                 self.leader.tick()
+                await self.leader.team.close_gone()
                 self.rank.sweep(time.monotonic())
                 await self.rank.peers.sweep(time.monotonic())
             except Exception:
@@ -149,7 +150,7 @@ class Agent:
         if self.follower is not None:
             self._spawn(self._end_follower())
         if me is not None and me.index > 0:
-            self.follower = Follower(self.rank, me)
+            self.follower = Follower(self.rank, me, lambda: self._worker is not None)
 
     async def _end_follower(self) -> None:
         follower, self.follower = self.follower, None

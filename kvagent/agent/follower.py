@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from kvagent.agent.identity import Identity
 from kvagent.agent.rank import Rank
@@ -21,11 +22,12 @@ EVERY = 1.0
 class Follower:
     """Runs from the moment the cache is registered until the engine's worker starts afresh."""
 
-    def __init__(self, rank: Rank, me: Identity) -> None:
+    def __init__(self, rank: Rank, me: Identity, attached: Callable[[], bool]) -> None:
         assert me.info.leader is not None
         host, port = split_address(me.info.leader, "WorkerInfo.leader")
         self._rank = rank
         self._me = me
+        self._attached = attached
         self._client = PeerClient(rank.context, host, port)
         self._tasks: set[asyncio.Task[None]] = set()
         self.joined = False
@@ -33,10 +35,13 @@ class Follower:
 
     async def _live(self) -> None:
         said = ""
-        message = JoinLeader(
-            engine_id=self._me.info.engine_id, shape=self._me.shape, card=self._me.card()
-        )
         while True:
+            message = JoinLeader(
+                engine_id=self._me.info.engine_id,
+                attached=self._attached(),
+                shape=self._me.shape,
+                card=self._me.card(),
+            )
             try:
                 await self._client.call(message, timeout=EVERY * 3, again=EVERY)
                 self.joined, said = True, ""

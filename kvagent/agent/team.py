@@ -54,11 +54,14 @@ class Team:
     # ------------------------------------------------------------ who is there
 
     def set_leader(self, me: Identity | None) -> None:
-        """This sidecar's own identity; None while it has no cache."""
-        if me != self._me:
-            self._me = me
-            self._generation += 1
-            self._notify()
+        """This sidecar's own identity; None while it has no cache. Followers say hello again."""
+        self._me = me
+        for member in self._members.values():
+            member.lost = True
+            self._closing.append(member.client)
+        self._members.clear()
+        self._generation += 1
+        self._notify()
 
     def join(self, message: JoinLeader, now: float) -> Peer:
         """A follower's sign of life."""
@@ -81,6 +84,8 @@ class Team:
             return Refused(code="mismatch", message=text, differences=found)
         card.layout.validate()
         known = self._members.get(index)
+        if known is None and not message.attached:
+            return Refused(code="detached", message="that rank's worker is gone")
         if known is None or known.card != card:
             if known is not None:
                 self._closing.append(known.client)
@@ -141,11 +146,16 @@ class Team:
     def sweep(self, now: float) -> None:
         self._notify_if_changed(now)
 
-    async def close(self) -> None:
-        for client in [*self._closing, *(m.client for m in self._members.values())]:
+    async def close_gone(self) -> None:
+        """Closes the connections to incarnations that are no more."""
+        closing, self._closing = self._closing, []
+        for client in closing:
             await client.close()
+
+    async def close(self) -> None:
+        self._closing += [member.client for member in self._members.values()]
         self._members.clear()
-        self._closing.clear()
+        await self.close_gone()
 
     def _notify_if_changed(self, now: float) -> None:
         if self.complete != self._was_complete:

@@ -28,24 +28,17 @@ _OFFER_POLL = 0.010
 
 
 class Engine:
-    """An engine with all its ranks. Make it in the main thread; then `start`, in the end `close`.
+    """An engine with all its ranks; `start` it, in the end `close` it. For the main thread."""
 
-    `connect` makes the scheduler's connection to the sidecar, when the options name one.
-    """
-
-    def __init__(
-        self,
-        options: EngineOptions,
-        connect: Callable[[EngineOptions], Transfers] = connect_scheduler,
-    ) -> None:
+    def __init__(self, options: EngineOptions) -> None:
         self.options = options
         self.workers = Workers(options)
         self.config = self.workers.config
         self.tokenizer = load_tokenizer(Path(options.model))
-        self._transfers = None
+        self._transfers: Transfers | None = None
         try:
             if options.socket_template is not None:
-                self._transfers = connect(options)
+                self._transfers = connect_scheduler(options)
         except BaseException:
             self.workers.close()
             raise

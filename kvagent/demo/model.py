@@ -133,7 +133,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
         position = torch.arange(start, start + tokens, device=query.device)
         future = torch.arange(key.shape[1], device=query.device) > position[:, None]
         scores.view(key.shape[0], -1, *future.shape).masked_fill_(future, -torch.inf)
-    answers = scores.softmax(dim=-1) @ value
+    answers = torch.matmul(scores.softmax(dim=-1), value)
     return answers.view(heads, tokens, channels).transpose(0, 1)
 
 

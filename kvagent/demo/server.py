@@ -89,6 +89,7 @@ def serve_engine(
             engine.start(on_failure=lambda: setattr(server, "should_exit", True))
             address, bound_port = listener.getsockname()[:2]
             shown = f"[{address}]" if ":" in address else address
+            listener.listen()
             print(f"kvagent demo engine on http://{shown}:{bound_port}", flush=True)
             server.run(sockets=[listener])
             if engine.failed:

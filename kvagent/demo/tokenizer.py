@@ -77,14 +77,14 @@ class TextStream:
 
     def _held(self) -> int:
         """Characters at the end that may still change or turn out to begin a stop string."""
-        text = self._text
-        held = len(text) - len(text.rstrip(_UNFINISHED))
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(text)), held, -1):
-                if text.endswith(stop[:length]):
-                    held = length
-                    break
-        return held
+        certain = self._text.rstrip(_UNFINISHED)
+        begun = (
+            length
+            for stop in self._stop
+            for length in range(1, len(stop))
+            if certain.endswith(stop[:length])
+        )
+        return len(self._text) - len(certain) + max(begun, default=0)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

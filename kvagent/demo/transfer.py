@@ -17,17 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from torch import Tensor
 
+from kvagent import EngineClient, FullAttentionSpec, ModelInfo, WorkerClient, WorkerInfo
 from kvagent.demo.config import EngineOptions, ModelConfig
 from kvagent.demo.request import Request
 from kvagent.errors import KVAgentError, TicketError
-
-if TYPE_CHECKING:
-    from kvagent import EngineClient, WorkerClient
 
 READY_TIMEOUT = 60.0
 """Seconds until the sidecars of all ranks must be there."""
@@ -41,8 +39,6 @@ def join_sidecar(
     The tensors are memory of the sidecar. It outlives this process, so a peer that is reading
     when we crash still reads what it was promised.
     """
-    from kvagent import FullAttentionSpec, ModelInfo, WorkerClient, WorkerInfo
-
     assert options.socket_template is not None
     worker = WorkerClient(options.socket_template.format(rank=rank))
     model = ModelInfo(
@@ -70,8 +66,6 @@ def join_sidecar(
 
 def connect_scheduler(options: EngineOptions) -> Transfers:
     """Waits until all ranks have joined; call it in rank 0 when they have been told to."""
-    from kvagent import EngineClient
-
     assert options.socket_template is not None
     client = EngineClient(options.socket_template.format(rank=0))
     client.wait_ready(timeout=READY_TIMEOUT)
@@ -142,21 +136,12 @@ class Transfers:
             try:
                 self._client.cancel(request_id)
             except KVAgentError:
-                pass  # `poll` will notice that the sidecar is gone
+                pass  # the sidecar is in trouble, and `poll` will tell
 
     def poll(self) -> Progress:
         """What has finished since the last call. Takes microseconds when nothing has."""
         progress, self._lost = self._lost, Progress()
-        try:
-            out = self._client.step()
-        except KVAgentError as error:
-            # The sidecar is gone, and with it everything that could read or write our blocks.
-            progress.sent += self._offered.values()
-            progress.fetched += [(request, str(error)) for request in self._fetching.values()]
-            self._offered.clear()
-            self._fetching.clear()
-            return progress
-        failed = out.failed_recving or {}
+        out = self._client.step()
         stats = msgspec.to_builtins(out.kv_connector_stats) or {}
         for request_id in out.finished_sending or ():
             if request_id in self._offered:
@@ -165,7 +150,7 @@ class Transfers:
             if request_id in self._fetching:
                 request = self._fetching.pop(request_id)
                 request.kv_transfer.update(stats.get("fetches", {}).get(request_id, {}))
-                progress.fetched.append((request, failed.get(request_id)))
+                progress.fetched.append((request, out.failed_recving.get(request_id)))
         return progress
 
     @property

@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -21,15 +20,13 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
+from kvagent import WorkerClient
 from kvagent.demo.config import EngineOptions, ModelConfig
 from kvagent.demo.model import Chunk, Model, PagedCache
 from kvagent.demo.tp import Group, Shard
 from kvagent.demo.transfer import join_sidecar, layer_names
 from kvagent.demo.weights import load_weights, open_checkpoint
 from kvagent.errors import KVAgentError
-
-if TYPE_CHECKING:
-    from kvagent import WorkerClient
 
 _HOST = "127.0.0.1"
 _EXIT_SECONDS = 10.0

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
+
 import nixl  # noqa: F401  (chooses the CUDA flavour and provides nixl._bindings)
 import nixl._bindings as bindings
 
@@ -102,6 +104,8 @@ class NixlAgent:
         """The peer's name. The caller has checked the digest: damaged metadata crashes."""
         try:
             name: bytes = self._agent.loadRemoteMD(blob)
+        except bindings.nixlBackendError as error:  # it opens an endpoint, too
+            raise PeerGoneError(f"the peer cannot be reached: {error}") from error
         except _NIXL_ERRORS as error:
             raise FabricError(f"loading a peer's metadata: {error}") from error
         return name.decode()
@@ -198,14 +202,17 @@ class NixlAgent:
 
 
 def _descriptors(kind: Kind, extra: RowArray, column: int, device: int) -> Any:
-    rows = extra[:, [column, 2, 2]]
+    rows = np.ascontiguousarray(extra[:, [column, 2, 2]])
     rows[:, 2] = device
     return bindings.nixlXferDList(_SEGMENTS[kind], rows)
 
 
 def _translate(error: Exception, name: str, *, posted: bool) -> FabricError:
-    # NIXL drops a peer whose connection broke, and then does not find it for its other reads.
-    if isinstance(error, _GONE):
+    if isinstance(error, bindings.nixlRemoteDisconnectError):
         return PeerGoneError(f"{name} is gone: {error}")
-    kind = UncertainError if posted else FabricError
-    return kind(f"reading from {name}: {error}")
+    if not posted:
+        return FabricError(f"reading from {name}: {error}")
+    # NIXL drops a peer whose connection broke, and then does not find it for its other reads.
+    if isinstance(error, bindings.nixlNotFoundError):
+        return PeerGoneError(f"{name} is gone")
+    return UncertainError(f"reading from {name}: {error}")

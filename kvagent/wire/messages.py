@@ -225,9 +225,14 @@ class RankCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class JoinLeader(Message, frozen=True, tag="join_leader"):
-    """Follower -> leader, once a second: it is also the sign of life. -> `Welcomed`."""
+    """Follower -> leader, once a second: it is also the sign of life. -> `Welcomed`.
+
+    `attached`: the rank's worker process is there. When it is not, its cache is what a dead
+    engine left, and no part of a new one.
+    """
 
     engine_id: str
+    attached: bool
     shape: EngineShape
     card: RankCard
 
