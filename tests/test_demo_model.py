@@ -18,12 +18,12 @@ from kvagent.demo.tokenizer import load_tokenizer
 from kvagent.errors import ConfigError, TopologyError
 from tests.demo_models import ask, running, write_tiny
 
-TOKENS = 20
+TOKENS = 16
 TEXTS = [
     "The capital of France is",
     "<|im_start|>user\nWhat is 12345 + 678?<|im_end|>\n<|im_start|>assistant\n",
     "def fibonacci(n):\n    if n < 2:\n        return n\n",
-    "It's 3.14159, isn't it?  Grüße aus Köln — 東京 ½ \U0001f600\t\n\n end ",
+    "It's 3.14159, isn't it?  Grüße aus Köln — 東京 \U0001f600\t\n\n end ",
 ]
 
 
@@ -42,7 +42,7 @@ def engine(model: Path) -> Iterator[Engine]:
 def long_prompts() -> list[list[int]]:
     """Several hundred tokens each, unlike each other."""
     rng = random.Random(3)
-    return [[rng.randrange(20, 40000) for _ in range(length)] for length in (330, 251, 64)]
+    return [[rng.randrange(20, 40000) for _ in range(length)] for length in (310, 230)]
 
 
 @pytest.fixture(scope="module")
@@ -70,16 +70,21 @@ def reference(model: Path) -> tuple[Any, Any]:
 
 
 def greedy(network: Any, prompt: list[int], count: int) -> tuple[int, ...]:
-    tokens, past = prompt, None
-    found: list[int] = []
-    with torch.inference_mode():
-        for _ in range(count):
-            out = network(torch.tensor([tokens]), past_key_values=past, use_cache=True)
-            past, tokens = out.past_key_values, [int(out.logits[0, -1].argmax())]
-            found += tokens
-    return tuple(found)
+    network.generation_config.eos_token_id = None
+    tokens = torch.tensor([prompt])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = network.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    return tuple(out[0, len(prompt) :].tolist())
 
 
+@pytest.mark.timeout(300)  # transformers takes its time to read a GGUF file
 def test_greedy_tokens_equal_transformers(
     reference: tuple[Any, Any], prompts: list[list[int]], alone: list[tuple[int, ...]]
 ) -> None:
@@ -93,6 +98,13 @@ def test_token_ids_equal_transformers(reference: tuple[Any, Any], engine: Engine
         ids = engine.tokenizer.encode(text)
         assert ids == tokenizer(text)["input_ids"]
         assert engine.tokenizer.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_numbers_are_split_into_characters(engine: Engine) -> None:
+    """The model's own tokenizer does so before all else; transformers' conversion forgets it,
+    which shows only in numbers that are no digits."""
+    for text in ("1999", "x²", "3 ½"):
+        assert len(engine.tokenizer.encode(text)) >= len(text)
 
 
 def test_a_batch_equals_one_by_one(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -129,7 +130,7 @@ def _problem(served: Answer, alone: Answer, moved: int, expected: int) -> str:
 
 def table(rows: Sequence[Row]) -> Table:
     """For people; what went wrong stands in the place of the text."""
-    shown = Table(show_edge=False, pad_edge=False)
+    shown = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for heading in ("prompt\ntokens", "prefill\nms", "transfer\nMB", "\nms", "\nGB/s"):
         shown.add_column(heading, justify="right", no_wrap=True)
     shown.add_column("decode\ntokens/s", justify="right", no_wrap=True)

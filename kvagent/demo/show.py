@@ -36,6 +36,7 @@ from kvagent.errors import KVAgentError
 
 __all__ = ["Demo"]
 
+_LOG_WIDTH = 120
 _SILENCE_SECONDS = 300.0
 """A bound against hangs only: the longest a server may take to say the next thing."""
 
@@ -58,6 +59,8 @@ class Demo:
         kept when something went wrong. For the main thread of a process.
         """
         console = Console(stderr=as_json, highlight=False, markup=False)
+        if not console.is_terminal:
+            console.width = _LOG_WIDTH
         folder = Path(tempfile.mkdtemp(prefix="kvagent-demo-"))
         ok = interrupted = False
         try:
@@ -70,7 +73,7 @@ class Demo:
             if ok or interrupted:
                 shutil.rmtree(folder, ignore_errors=True)
             else:
-                console.print(f"The logs of all processes are in {folder}")
+                console.print(f"The logs of all processes are in {folder}", soft_wrap=True)
         if as_json:
             print(msgspec.json.encode(report).decode(), flush=True)
         return ok
@@ -83,28 +86,27 @@ class Demo:
                 rows = asyncio.run(children.run(self._show(console, folder, children)))
         except KVAgentError as error:
             failure = str(error)
-            console.print(failure, style="red")
+            console.print(failure, style="red", soft_wrap=True)
         return Report.of(rows, self.prefill_tp, self.decode_tp, failure)
 
     async def _show(self, console: Console, folder: Path, children: Children) -> list[Row]:
         started = time.monotonic()
 
         def say(what: str) -> None:
-            console.print(f"{time.monotonic() - started:6.1f} s  {what}")
+            console.print(f"{time.monotonic() - started:6.1f} s  {what}", soft_wrap=True)
 
         prompts = demo_prompts(self.prompts)
         prefill = self._engine("prefill", self.prefill_tp, prompts)
         decode = self._engine("decode", self.decode_tp, prompts)
         say(f"model: {prefill.model}")
-        # The model's shape is read while the engines start, off the loop: it takes seconds.
-        stage, config = await asyncio.gather(
-            start_stage(children, folder, prefill, decode, say),
-            asyncio.to_thread(_model_config, Path(prefill.model)),
-        )
+        with console.status("loading the model on every rank"):
+            stage = await start_stage(children, folder, prefill, decode, say)
         say(f"sending {len(prompts)} prompts through the proxy")
         served = await self._ask_all(console, stage.proxy, prompts)
         say("sending the same to the engine alone")
         alone = await self._ask_all(console, stage.alone, prompts)
+        # Only now, since it imports torch: at the start it would take time from the engines.
+        config = _model_config(Path(decode.model))
         rows = [
             compare(one, two, kv_bytes(config, decode.kv_dtype, decode.tp, one.prompt_tokens))
             for one, two in zip(served, alone, strict=True)
@@ -114,7 +116,7 @@ class Demo:
         say(f"{same} of {len(rows)} answers are the same as those of the engine alone")
         for number, row in enumerate(rows, start=1):
             if row.problem:
-                console.print(f"request {number}: {row.problem}", style="red")
+                console.print(f"request {number}: {row.problem}", style="red", soft_wrap=True)
         return rows
 
     def _engine(self, name: str, tp: int, prompts: Sequence[str]) -> EngineOptions:

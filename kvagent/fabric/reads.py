@@ -4,9 +4,10 @@ Reads take turns, a piece each, under a bound of bytes in flight per peer. A rea
 every piece that it posted is terminal. Its first failure stops its posting, and is what it ends
 with, after the rest of it has ended.
 
-A read ends with its **proof**: one more small piece, posted when all others are done. NIXL 1.5
-keeps the status of only the last descriptor of a request: an earlier one that failed is reported
-as success, its bytes missing. The endpoint remembers, though, and refuses what comes next.
+What is reported is what NIXL reports, and over shared memory that takes one thing on trust: that
+registered memory stays readable. UCX 1.23 does not notice when the kernel copies only a part
+(`process_vm_readv` that meets a page it cannot read), and a later read over the same endpoint does
+not tell either.
 """
 
 from __future__ import annotations
@@ -54,7 +55,6 @@ class Read(Generic[L]):
 
     peer: Peer
     pieces: deque[tuple[L, Piece]]
-    proof: tuple[L, Piece] | None
     nbytes: int
     descriptors: int
     cancelled: CancelFlag
@@ -69,7 +69,6 @@ class Read(Generic[L]):
     def fail(self, error: FabricError) -> None:
         self.error = self.error or error
         self.pieces.clear()
-        self.proof = None
 
 
 class ReadQueue(Generic[L]):
@@ -106,7 +105,7 @@ class ReadQueue(Generic[L]):
         changed = self._post_next()
         for read in list(self.reads):
             changed |= self._check(read)
-            if not read.inflight and not read.pieces and read.proof is None:
+            if not read.inflight and not read.pieces:
                 self._finish(read)
                 changed = True
         return changed
@@ -124,14 +123,9 @@ class ReadQueue(Generic[L]):
         return False
 
     def _post(self, read: Read[L]) -> bool:
-        if read.pieces:
-            if read.peer.inflight >= self._window:
-                return False
-            lists, piece = read.pieces.popleft()
-        elif read.proof is not None and not read.inflight:
-            (lists, piece), read.proof = read.proof, None
-        else:
+        if not read.pieces or read.peer.inflight >= self._window:
             return False
+        lists, piece = read.pieces.popleft()
         begin = self._clock()
         read.first_post = read.first_post or begin
         try:

@@ -66,9 +66,6 @@ class NixlRemote(RemoteAgent):
     def landing_range(self) -> MemoryRange:
         return MemoryRange(self.landing.ctypes.data, PROBE_BYTES)
 
-    def probe_piece(self) -> tuple[PreparedLists, Piece]:
-        return self.probe, Piece(PROBE_BYTES, _FIRST, _FIRST, NO_EXTRA)
-
 
 class NixlPrepared(Prepared):
     def __init__(self, remote: NixlRemote, lists: PreparedLists) -> None:
@@ -190,7 +187,8 @@ class NixlWorker:
         return remote
 
     def probe(self, remote: NixlRemote, cancelled: CancelFlag, resolve: Resolve) -> None:
-        self._add(remote, [remote.probe_piece()], PROBE_BYTES, 1, cancelled, 0.0, resolve)
+        piece = Piece(PROBE_BYTES, _FIRST, _FIRST, NO_EXTRA)
+        self._add(remote, [(remote.probe, piece)], PROBE_BYTES, 1, cancelled, 0.0, resolve)
 
     def forget(self, remote: RemoteAgent, done: Callable[[], None]) -> None:
         """Ends the peer's reads; `done` is called when it is forgotten, or was long ago."""
@@ -275,7 +273,6 @@ class NixlWorker:
             Read(
                 peer=remote.peer,
                 pieces=deque(pieces),
-                proof=remote.probe_piece(),
                 nbytes=nbytes,
                 descriptors=descriptors,
                 cancelled=cancelled,
