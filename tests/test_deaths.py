@@ -15,7 +15,7 @@ import torch
 
 from kvagent import EngineClient, WorkerClient, WorkerInfo
 from tests.harness import START_SECONDS, Sidecar, start
-from tests.producer import BLOCK_BYTES, BLOCK_SIZE, LAYERS, MODEL, SPEC, pattern
+from tests.producer import BLOCK_BYTES, LAYERS, MODEL, SPEC, pattern
 
 NUM_BLOCKS = (256 << 20) // BLOCK_BYTES
 
@@ -66,9 +66,7 @@ class Consumer:
 
     def holds(self, seed: int) -> bool:
         return all(
-            torch.equal(
-                cache.view(torch.int32), pattern(seed, i, cache.shape).view(torch.int32)
-            )
+            torch.equal(cache.view(torch.int32), pattern(seed, i, cache.shape).view(torch.int32))
             for i, cache in enumerate(self.caches.values())
         )
 

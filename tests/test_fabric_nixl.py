@@ -224,13 +224,15 @@ def test_bytes(peer: Peer) -> None:
 
             # A few blocks and odd bytes; everything else stays as it was.
             reader.memory[:] = 0xFF
-            odd = (reader.address + 3 * BLOCK + 5, peer.address + 77, 1001)
-            await reader.read(prepared, select([9, 1], [2, 700], [odd]))
+            places = [(3 * BLOCK + 5, 77, 1001), (5 * BLOCK, 4 * MIB + 1, 3), (7, 9 * MIB, 4096)]
+            odd = [(reader.address + a, peer.address + b, size) for a, b, size in places]
+            await reader.read(prepared, select([9, 1], [2, 700], odd))
             want = np.full(SIZE, 0xFF, np.uint8)
             source = EXPECTED.view(np.uint8)
             want[9 * BLOCK : 10 * BLOCK] = source[2 * BLOCK : 3 * BLOCK]
             want[BLOCK : 2 * BLOCK] = source[700 * BLOCK : 701 * BLOCK]
-            want[3 * BLOCK + 5 : 3 * BLOCK + 5 + 1001] = source[77 : 77 + 1001]
+            for here, there, size in places:
+                want[here : here + size] = source[there : there + size]
             assert np.array_equal(reader.memory, want)
 
             await reader.read(prepared, select([], []))

@@ -324,7 +324,7 @@ class Agent:
                 return rank.start_part(message, self.follower.part_done)
             case AbortPart(fetch_id=fetch_id, fence=fence):
                 if fence and not rank.abort_part(fetch_id).done:
-                    await rank.fence()
+                    await rank.fence(fetch_id)
                 return rank.abort_part(fetch_id)
             case Drop(engine_id=engine_id):
                 await rank.peers.drop(engine_id)

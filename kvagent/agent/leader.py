@@ -20,6 +20,7 @@ import zmq.asyncio
 from kvagent.agent.causes import cause_text
 from kvagent.agent.identity import Identity
 from kvagent.agent.outbox import Outbox
+from kvagent.agent.peers import Session
 from kvagent.agent.rank import Rank
 from kvagent.agent.team import Member, Team
 from kvagent.config import Config
@@ -69,7 +70,7 @@ class Running:
     message: Fetch
     record: FetchRecord
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    client: PeerClient | None = None
+    session: Session | None = None
     stats: ReadStats | None = None
 
 
@@ -161,7 +162,7 @@ class Leader:
         self.draining = True
         until = self._now() + timeout
         while (len(self.fetches) or self.leases.counts()["claimed"]) and self._now() < until:
-            await asyncio.sleep(0.02)  # noqa: ASYNC110  (two tables, no single event)
+            await asyncio.sleep(0.02)
         left = [record.request_id for record in self.fetches]
         left += [lease.request_id for lease in self.leases.live()]
         for request_id in left:
@@ -227,6 +228,8 @@ class Leader:
 
     def set_identity(self, me: Identity | None) -> None:
         """This sidecar's own rank has a cache now, or none any more."""
+        for running in list(self._running.values()):
+            self._feed(running, Event.CANCEL, "reset: the engine started afresh")
         self._aggregator = None
         if me is not None:
             world = me.world_size
@@ -271,8 +274,8 @@ class Leader:
     def _renew_all(self) -> None:
         by_client: dict[PeerClient, list[Running]] = {}
         for running in self._running.values():
-            if running.client is not None and running.record.claim_held:
-                by_client.setdefault(running.client, []).append(running)
+            if running.session is not None and running.record.claim_held:
+                by_client.setdefault(running.session.client, []).append(running)
         for client, held in by_client.items():
             self._background(self._renew(client, held))
 
@@ -333,7 +336,8 @@ class Leader:
             cause = f"peer_restarted: engine {message.engine_id} since the ticket was made"
             self._feed(running, Event.CONNECT_FAILED, cause)
             return
-        running.client = session.client
+        session.hold()
+        running.session = session
         self._feed(running, Event.CONNECTED)
 
     async def _claim(self, running: Running) -> None:
@@ -363,9 +367,9 @@ class Leader:
 
     async def _ask(self, running: Running, message: Claim | Complete) -> str:
         """The verdict, or the text of what went wrong on the way to it."""
-        assert running.client is not None
+        assert running.session is not None
         try:
-            answer = await running.client.call(message, self.config.call_timeout)
+            answer = await running.session.client.call(message, self.config.call_timeout)
         except KVAgentError as error:
             return cause_text(error)
         if not isinstance(answer, Verdict):
@@ -445,6 +449,8 @@ class Leader:
         for task in running.tasks:
             if task is not current:
                 task.cancel()
+        if running.session is not None:
+            running.session.let_go()
         stats = None
         if not record.cause and running.stats is not None:
             stats = FetchStats(
@@ -495,7 +501,7 @@ class Leader:
     async def _fence(self, running: Running) -> None:
         fetch_id = running.record.fetch_id
         if not self.rank.abort_part(fetch_id).done:
-            await self.rank.fence()
+            await self.rank.fence(fetch_id)
         for member in self.team.followers():
             await self._tell(member, AbortPart(fetch_id=fetch_id, fence=True))
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import zmq.asyncio
@@ -55,23 +54,22 @@ class Session:
     last_used: float
     sources: asyncio.Task[list[Source]] | None = None
     closed: bool = False
-    readers: int = 0
+    users: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while no read uses the session; only then may its memory be let go."""
+    """Set while nobody uses the session; only then may it be let go."""
 
     def __post_init__(self) -> None:
         self.idle.set()
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        self.readers += 1
+    def hold(self) -> None:
+        """The session stays usable until `let_go`, even when it is closed to new users."""
+        self.users += 1
         self.idle.clear()
-        try:
-            yield
-        finally:
-            self.readers -= 1
-            if self.readers == 0:
-                self.idle.set()
+
+    def let_go(self) -> None:
+        self.users -= 1
+        if self.users == 0:
+            self.idle.set()
 
     @property
     def epoch(self) -> str:
@@ -192,6 +190,11 @@ class PeerBook:
             if _result(task) is session:
                 await self._close(key)
 
+    def forget_memory(self) -> None:
+        """After a fence: what was opened of the peers' memory is no longer valid."""
+        for session in self.sessions():
+            session.sources = None
+
     async def drop(self, engine_id: str) -> None:
         """Ends every session with an engine."""
         for key in [key for key in self._sessions if key[0] == engine_id]:
@@ -237,12 +240,11 @@ class PeerBook:
         await session.client.close()
 
     async def _disconnect(self, sources: list[Source]) -> None:
-        fabric = self.fabric()
         for source in sources:
             try:
-                await fabric.release(source.prepared)
-                await fabric.disconnect(source.remote)
-            except KVAgentError as error:  # the fabric is a newer one already
+                await self.fabric().release(source.prepared)
+                await self.fabric().disconnect(source.remote)
+            except KVAgentError as error:  # the fabric is closed, or a newer one
                 log.debug("disconnect: %s", error)
 
 

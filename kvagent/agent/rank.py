@@ -74,9 +74,14 @@ class Rank:
     peers: PeerBook = field(init=False)
     memory: Sequence[MappedMemory] = ()
     bytes_read: int = 0
+    fences: int = 0
+    _fencing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _gate: asyncio.Event = field(default_factory=asyncio.Event)
+    """Closed while a fence waits for what is in flight."""
     _parts: OrderedDict[str, PartRun] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
+        self._gate.set()
         self.peers = PeerBook(self.config, self.context, self.require_identity, self.require_fabric)
 
     @property
@@ -150,17 +155,16 @@ class Rank:
         """Ends this incarnation: reads stop, peers lose the memory, the memory goes."""
         if self.fabric is None:
             return
-        had, self.identity = self.identity, None
+        fabric, self.fabric = self.fabric, None
+        self.identity = None
         for run in self._parts.values():
             run.stop("reset: the engine started afresh")
+        self.changed()
+        await fabric.close()  # ends what is in flight; nothing can write any more
         await self.peers.close()
-        fabric, self.fabric = self.fabric, None
-        await fabric.close()
         for mapped in self.memory:
             mapped.close()
         self.memory = ()
-        if had is not None:
-            self.changed()
 
     # ------------------------------------------------------------ for consumers' ranks
 
@@ -198,13 +202,31 @@ class Rank:
         run.stop("cancelled")
         return run.result or PartState(done=False)
 
-    async def fence(self) -> None:
-        """Ends every read in flight, whatever the peers do; afterwards nothing can write."""
-        if self.fabric is None:
-            return
-        log.warning("fence: ending reads in flight by a new fetching agent")
-        await self.fabric.fence()
-        await self.peers.close()
+    async def fence(self, fetch_id: str) -> None:
+        """Ends a part whose peer hangs, by a new fetching agent; afterwards it cannot write.
+
+        NIXL can only end all reads of an agent, so new ones wait and the others in flight get
+        `fence_seconds` to finish first. Peers that read from us notice nothing.
+        """
+        async with self._fencing:
+            hung = self._parts.get(fetch_id)
+            if self.fabric is None or hung is None or hung.result is not None:
+                return
+            self._gate.clear()
+            try:
+                others = {
+                    run.task
+                    for run in self._parts.values()
+                    if run.task is not None and run.result is None and run is not hung
+                }
+                if others:
+                    await asyncio.wait(others, timeout=self.config.fence_seconds)
+                log.warning("fence: fetch %s hangs; a new fetching agent ends it", fetch_id)
+                self.fences += 1
+                await self.fabric.fence()
+                self.peers.forget_memory()
+            finally:
+                self._gate.set()
 
     def sweep(self, now: float) -> None:
         """Forgets old results. `now` is `time.monotonic()`."""
@@ -238,12 +260,14 @@ class Rank:
         return state
 
     async def _read(self, part: Part, run: PartRun, started: float) -> ReadStats:
+        await self._unless_stopped(run, self._gate.wait())
         session = await self._unless_stopped(
             run, self.peers.greet(part.engine_id, part.host, part.port, part.epoch)
         )
         if session.epoch != part.epoch:
             raise PeerGoneError(f"engine {part.engine_id} restarted since the ticket was made")
-        with session.reading():
+        session.hold()
+        try:
             sources = await self._unless_stopped(run, self.peers.sources(session))
             remote_blocks = unpack_blocks(part.remote_blocks)
             local_blocks = unpack_blocks(part.local_blocks)
@@ -258,6 +282,8 @@ class Rank:
                 *(self._read_source(source, picked, run.cancelled) for source, picked in chosen),
                 return_exceptions=True,
             )
+        finally:
+            session.let_go()
         if any(isinstance(result, PeerGoneError) for result in results):
             await self.peers.forget(session)
         # A read that was stopped because its sibling failed is not the cause.

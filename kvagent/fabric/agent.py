@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-import numpy as np
-
 import nixl  # noqa: F401  (chooses the CUDA flavour and provides nixl._bindings)
 import nixl._bindings as bindings
+import numpy as np
 
 from kvagent.core.regions import MemoryRange
 from kvagent.errors import FabricError, PeerGoneError
@@ -202,7 +201,7 @@ class NixlAgent:
 
 
 def _descriptors(kind: Kind, extra: RowArray, column: int, device: int) -> Any:
-    rows = np.ascontiguousarray(extra[:, [column, 2, 2]])
+    rows = np.ascontiguousarray(extra[:, [column, 2, 2]])  # NIXL takes row-major arrays only
     rows[:, 2] = device
     return bindings.nixlXferDList(_SEGMENTS[kind], rows)
 

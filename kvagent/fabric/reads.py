@@ -166,12 +166,14 @@ class ReadQueue(Generic[L]):
         if read.error is not None:
             read.resolve(read.error)
             return
+        now = self._clock()
+        begin = read.first_post or now  # an empty read posts nothing
         read.resolve(
             ReadStats(
                 nbytes=read.nbytes,
                 descriptors=read.descriptors,
-                wait=read.first_post - read.submitted,
+                wait=begin - read.submitted,
                 post=read.post_seconds,
-                wire=self._clock() - read.first_post,
+                wire=now - begin,
             )
         )
