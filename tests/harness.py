@@ -67,6 +67,9 @@ class Sidecar:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
+            time.sleep(0.05)
+            if self.process.poll() is None:
+                self.process.terminate()  # the second one does not wait for open transfers
             try:
                 self.process.wait(10)
             except subprocess.TimeoutExpired:

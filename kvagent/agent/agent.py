@@ -206,9 +206,9 @@ class Agent:
             case Cancel(request_id=request_id):
                 self.leader.cancel(request_id)
             case ReleaseTicket():
-                self.leader.release(message)
+                self.leader.borrower.release(message)
             case DropPeer(engine_id=engine_id):
-                await self.leader.drop_peer(engine_id)
+                await self.leader.borrower.drop_peer(engine_id)
             case Drain(timeout=timeout):
                 self._spawn(self._drain_for(connection, timeout))
             case _:
@@ -306,17 +306,17 @@ class Agent:
             case Meet():
                 return rank.meet(message)
             case Claim():
-                return await leader.claim(message)
+                return await leader.lender.claim(message)
             case Renew():
-                return leader.renew(message)
+                return leader.lender.renew(message)
             case Complete():
-                return leader.complete(message)
+                return leader.lender.complete(message)
             case Release():
-                return leader.released(message)
+                return leader.lender.released(message)
             case JoinLeader():
                 return leader.team.join(message, time.monotonic())
             case PartDone():
-                leader.part_done(message)
+                leader.borrower.part_done(message)
                 return Ok()
             case Part():
                 if self.follower is None:

@@ -44,7 +44,7 @@ def status(agent: Agent) -> dict[str, Any]:
         "unacknowledged_reports": len(leader.outbox),
         "parts_reading": rank.reading(),
         "bytes_read": rank.bytes_read,
-        "bytes_received": leader.bytes_received,
+        "bytes_received": leader.borrower.bytes_received,
         "handshakes": rank.peers.handshakes,
         "handshakes_refused": rank.peers.refusals,
         "messages_rejected": agent.peers.rejected,

@@ -118,6 +118,10 @@ class LeaseTable:
         self._finished: set[str] = set()
         self.ended: Counter[str] = Counter()
 
+    def __len__(self) -> int:
+        """Leases that are live."""
+        return len(self._live)
+
     # ------------------------------------------------------------ the engine's side
 
     def offer(

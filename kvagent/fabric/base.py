@@ -154,8 +154,12 @@ class Fabric(Protocol):
         """Adds memory, to read into and to be read from. It must stay mapped until `close`."""
 
     async def connect(self, meta: PeerMetadata) -> RemoteAgent:
-        """Loads the peer's metadata and reads its probe. `HandshakeError`: damaged metadata, other
-        options, or other bytes than promised. Cancelling it does not wait."""
+        """Loads the peer's metadata and reads its probe, which also warms the path up.
+
+        `HandshakeError`: damaged metadata, other options, or other bytes than promised;
+        `PeerGoneError`: it cannot be reached or read; `FabricError`: it is connected already, or
+        an attempt that was given up has yet to end. Cancelling it does not wait: give it a time
+        limit, since a peer that is stopped never answers."""
 
     async def disconnect(self, remote: RemoteAgent) -> None:
         """Ends its reads, waits for them, forgets the peer and what was prepared for it."""
@@ -175,14 +179,17 @@ class Fabric(Protocol):
     async def read(
         self, prepared: Prepared, selection: Selection, cancelled: CancelFlag
     ) -> ReadStats:
-        """Raises `ReadCancelled`, `PeerGoneError` (connect anew), `BlockRangeError` (an index that
-        was not prepared; nothing was posted) or another `FabricError`."""
+        """Raises `ReadCancelled`, `PeerGoneError` (disconnect, and connect anew), another
+        `FabricError`, or, with nothing posted, `BlockRangeError` (an index that was not prepared)
+        or `GeometryError` (the two sides do not fit together)."""
 
-    async def release(self, prepared: Prepared) -> None: ...
+    async def release(self, prepared: Prepared) -> None:
+        """Gives the lists up; a read that still uses them goes on."""
 
     async def fence(self) -> None:
         """Ends every read at once, so that none of them writes any more; each raises `FabricError`.
-        All `RemoteAgent` and `Prepared` handles become invalid: connect again."""
+        All `RemoteAgent` and `Prepared` handles become invalid: connect again. A fabric also does
+        this by itself when a read fails and does not say whether parts of it are in flight."""
 
 
 async def settled(future: asyncio.Future[T], cancelled: CancelFlag) -> T:

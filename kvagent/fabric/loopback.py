@@ -87,7 +87,7 @@ class LoopbackFabric:
         self._piece_bytes = piece_bytes
         self._ranges: list[MemoryRange] = []
         self._handles: set[RemoteAgent | Prepared] = set()
-        self._active: dict[asyncio.Future[ReadStats], tuple[RemoteAgent, CancelFlag]] = {}
+        self._active: dict[asyncio.Future[ReadStats], RemoteAgent] = {}
         self._ended = asyncio.Event()
         self._dead = asyncio.Event()
         self._running = asyncio.Event()
@@ -153,16 +153,14 @@ class LoopbackFabric:
         return remote
 
     async def disconnect(self, remote: RemoteAgent) -> None:
-        reads = [read for read, (owner, _) in self._active.items() if owner is remote]
-        for read in reads:
-            self._active[read][1].cancel("disconnected")
-        if reads:
-            await asyncio.wait(reads)
         self._handles = {
             handle
             for handle in self._handles
             if handle is not remote and getattr(handle, "remote", None) is not remote
         }
+        reads = [read for read, owner in self._active.items() if owner is remote]
+        if reads:
+            await asyncio.wait(reads)
 
     async def prepare(
         self,
@@ -187,7 +185,7 @@ class LoopbackFabric:
         assert isinstance(prepared, _Prepared)
         pieces = split(prepared.local, prepared.remote_rows, selection, self._piece_bytes)
         task = asyncio.ensure_future(self._run(prepared, selection, pieces, cancelled))
-        self._active[task] = (prepared.remote, cancelled)
+        self._active[task] = prepared.remote
         task.add_done_callback(lambda done: self._active.pop(done, None))
         return await settled(task, cancelled)
 
@@ -211,16 +209,14 @@ class LoopbackFabric:
         target.reads += 1
         number = target.reads
         for piece in pieces:
-            if cancelled.reason is not None:
-                raise ReadCancelled(cancelled.reason)
+            self._check_wanted(prepared.remote, cancelled)
             await self._flight(target)
             if number in target.faults.fail:
                 raise FabricError(f"read {number} was ordered to fail")
             self._copy(target, self._spans(prepared, piece))
         if number in target.faults.corrupt:
             self._damage([span for piece in pieces for span in self._spans(prepared, piece)])
-        if cancelled.reason is not None:
-            raise ReadCancelled(cancelled.reason)
+        self._check_wanted(prepared.remote, cancelled)
         return ReadStats(
             nbytes=selection.nbytes,
             descriptors=selection.descriptors,
@@ -273,6 +269,12 @@ class LoopbackFabric:
         if target is None:
             raise PeerGoneError(f"{remote.name} is gone")
         return target
+
+    def _check_wanted(self, remote: RemoteAgent, cancelled: CancelFlag) -> None:
+        if cancelled.reason is not None:
+            raise ReadCancelled(cancelled.reason)
+        if remote not in self._handles:
+            raise FabricError(f"{remote.name} was disconnected")
 
     def _check_handle(self, handle: RemoteAgent | Prepared) -> None:
         if handle not in self._handles:

@@ -31,12 +31,8 @@ Pages = Literal["huge", "transparent", "ordinary"]
 _Bytes = npt.NDArray[np.uint8]
 
 HUGE_PAGE = 2 << 20
-_MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
-# fcntl has the names only from Python 3.11 on some builds.
-_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-_F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
-_SIZE_SEALS = _F_SEAL_SHRINK | _F_SEAL_GROW
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -107,6 +103,8 @@ class HostMemory(MappedMemory):
         fd = _huge_memfd(nbytes) if nbytes >= HUGE_PAGE else None
         huge = fd is not None
         if fd is None:
+            if nbytes > _available():
+                raise GeometryError(f"{nbytes} bytes of memory: only {_available()} are available")
             fd = _sealed_memfd(nbytes, mmap.PAGESIZE, 0)
         self.fd = fd
         try:
@@ -157,11 +155,18 @@ def _sealed_memfd(nbytes: int, page: int, flags: int) -> int:
     fd = os.memfd_create("kvagent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
         os.ftruncate(fd, _round_up(nbytes, page))
-        fcntl.fcntl(fd, _F_ADD_SEALS, _SIZE_SEALS | _F_SEAL_SEAL)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def _available() -> int:
+    """Bytes that can be had without swapping. Faulting in more would call the OOM killer."""
+    with open("/proc/meminfo") as lines:
+        fields = (line.split() for line in lines)
+        return next(int(field[1]) * 1024 for field in fields if field[0] == "MemAvailable:")
 
 
 def _huge_memfd(nbytes: int) -> int | None:
@@ -185,13 +190,13 @@ def _check_received(fd: int, nbytes: int, offset: int) -> None:
             f"{nbytes} bytes from {offset} of a descriptor that holds {status.st_size}"
         )
     try:
-        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
         raise GeometryError("the descriptor is not of shared memory (memfd or /dev/shm)") from None
-    if seals & _F_SEAL_SHRINK:
+    if seals & fcntl.F_SEAL_SHRINK:
         return
     try:
-        fcntl.fcntl(fd, _F_ADD_SEALS, _SIZE_SEALS)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
     except OSError:
         if status.st_uid != os.geteuid():
             raise GeometryError(
@@ -218,7 +223,7 @@ def _populate(memory: _Bytes) -> None:
     address = memory.ctypes.data
     start = address - address % mmap.PAGESIZE
     length = address + memory.nbytes - start
-    _libc.madvise(start, length, _MADV_HUGEPAGE)  # where the system allows it for shared memory
+    _libc.madvise(start, length, mmap.MADV_HUGEPAGE)  # where the system allows it for shared memory
     if _libc.madvise(start, length, _MADV_POPULATE_WRITE) == 0:
         return
     error = ctypes.get_errno()

@@ -1,0 +1,459 @@
+"""The consumer's half of the leader: fetches, from the scheduler's message to its report.
+
+The machine in `kvagent.core.fetch` decides; this file carries out its actions (claim, hand out
+parts, complete, release) and feeds what happened back in. `KVOutputAggregator` says when every
+rank is terminal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+
+from kvagent.agent.causes import cause_text
+from kvagent.agent.outbox import Outbox
+from kvagent.agent.peers import Session
+from kvagent.agent.rank import Rank
+from kvagent.agent.team import Member, Team
+from kvagent.config import Config
+from kvagent.core.aggregator import KVOutputAggregator
+from kvagent.core.fetch import Action, Event, FetchState, FetchTable
+from kvagent.core.fetch import Fetch as FetchRecord
+from kvagent.core.lease import Verdict as LeaseVerdict
+from kvagent.core.lease import blocks_digest
+from kvagent.core.output import KVConnectorOutput
+from kvagent.core.stats import FetchStats, ReadStats
+from kvagent.errors import KVAgentError
+from kvagent.wire.codec import unpack_blocks
+from kvagent.wire.messages import (
+    AbortPart,
+    Claim,
+    Complete,
+    Drop,
+    Fetch,
+    LeaseRef,
+    Part,
+    PartDone,
+    PartState,
+    Peer,
+    Release,
+    ReleaseTicket,
+    Renew,
+    Renewed,
+    Verdict,
+)
+from kvagent.wire.peer import PeerClient
+
+log = logging.getLogger("kvagent.fetch")
+
+
+@dataclass(slots=True)
+class RankReport:
+    """What `KVOutputAggregator` takes: one worker's output."""
+
+    kv_connector_output: KVConnectorOutput | None = None
+
+
+@dataclass(slots=True)
+class Running:
+    """What the leader keeps beside the record of a fetch."""
+
+    message: Fetch
+    record: FetchRecord
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    session: Session | None = None
+    stats: ReadStats | None = None
+
+
+class Borrower:
+    def __init__(
+        self, config: Config, rank: Rank, team: Team, fetches: FetchTable, outbox: Outbox
+    ) -> None:
+        self.config = config
+        self.rank = rank
+        self.team = team
+        self.fetches = fetches
+        self.outbox = outbox
+        self.bytes_received = 0
+        self._aggregator: KVOutputAggregator | None = None
+        self._running: dict[str, Running] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._next_renewal = 0.0
+
+    # ------------------------------------------------------------ the scheduler
+
+    def fetch(self, message: Fetch, draining: bool) -> None:
+        now = self._now()
+        record = FetchRecord(
+            fetch_id=uuid.uuid4().hex,
+            request_id=message.request_id,
+            transfer_id=message.transfer_id,
+            token=message.token,
+            peer=message.engine_id,
+            started=now,
+            deadline=now + self.config.fetch_timeout,
+            num_blocks=sum(len(group) // 4 for group in message.local_blocks),
+        )
+        if not self.fetches.add(record):
+            log.error("request %s is being fetched already; ignored", message.request_id)
+            return
+        running = Running(message, record)
+        self._running[record.fetch_id] = running
+        if draining:
+            self._feed(running, Event.CONNECT_FAILED, "draining: this engine takes no new work")
+            return
+        if not self.team.complete:
+            self._feed(running, Event.CONNECT_FAILED, f"not_ready: {self.team.missing()}")
+            return
+        self._spawn(running, self._connect(running))
+
+    def cancel(self, request_id: str) -> None:
+        record = self.fetches.of_request(request_id)
+        if record is not None:
+            self._feed(self._running[record.fetch_id], Event.CANCEL, "cancelled: by the engine")
+
+    def release(self, message: ReleaseTicket) -> None:
+        self._background(
+            self._send_release(
+                message.engine_id, message.host, message.port, message.transfer_id, message.token
+            )
+        )
+
+    async def drop_peer(self, engine_id: str) -> None:
+        """An engine is gone, says the router: what waits for it fails now."""
+        for running in list(self._running.values()):
+            if running.record.peer == engine_id:
+                event = (
+                    Event.CONNECT_FAILED
+                    if running.record.state is FetchState.CONNECTING
+                    else Event.RANK_FAILED
+                )
+                self._feed(running, event, f"peer_dropped: engine {engine_id} is gone")
+        await self.rank.peers.drop(engine_id)
+        for member in self.team.followers():
+            self._background(self._tell(member, Drop(engine_id=engine_id)))
+
+    # ------------------------------------------------------------ ranks
+
+    def part_done(self, message: PartDone) -> None:
+        """A follower's share of a fetch is terminal."""
+        me = self.rank.require_identity()
+        index = message.pp_rank * me.info.tp_size + message.tp_rank
+        state = PartState(done=True, failure=message.failure, stats=message.stats)
+        self._rank_done(message.fetch_id, index, state)
+
+    def start_afresh(self, world_size: int) -> None:
+        """The engine is another one (or none: 0): nothing of the old one is fetched any more."""
+        for running in list(self._running.values()):
+            self._feed(running, Event.CANCEL, "reset: the engine started afresh")
+        self._aggregator = None
+        if world_size:
+            self._aggregator = KVOutputAggregator(
+                world_size, world_size=world_size, max_age=float("inf")
+            )
+
+    def member_lost(self, index: int, why: str) -> None:
+        """A rank's sidecar is dead or a new one; its fabric cannot write any more."""
+        for running in list(self._running.values()):
+            if running.record.state in (FetchState.READING, FetchState.DRAINING):
+                state = PartState(done=True, failure=f"rank_lost: rank {index} {why}")
+                self._rank_done(running.record.fetch_id, index, state)
+
+    # ------------------------------------------------------------ time
+
+    def tick(self) -> None:
+        now = self._now()
+        for record in self.fetches.overdue(now):
+            running = self._running[record.fetch_id]
+            timeout = self.config.fetch_timeout
+            self._feed(running, Event.DEADLINE, f"timed_out: not done after {timeout:g} s")
+            fence_at = record.deadline + self.config.fence_seconds
+            if not record.terminal and not record.fenced and now >= fence_at:
+                record.fenced = True
+                self._background(self._fence(running))
+        if now >= self._next_renewal:
+            self._next_renewal = now + self.config.lease_seconds / 3
+            self._renew_all()
+
+    def _renew_all(self) -> None:
+        by_client: dict[PeerClient, list[Running]] = {}
+        for running in self._running.values():
+            if running.session is not None and running.record.claim_held:
+                by_client.setdefault(running.session.client, []).append(running)
+        for client, held in by_client.items():
+            self._background(self._renew(client, held))
+
+    async def _renew(self, client: PeerClient, held: list[Running]) -> None:
+        refs = tuple(LeaseRef(r.record.transfer_id, r.record.fetch_id) for r in held)
+        try:
+            answer = await client.call(Renew(leases=refs), self.config.call_timeout)
+        except KVAgentError as error:
+            log.warning("renewal of %d leases: %s", len(refs), error)
+            return  # the next one may get through; `Complete` decides
+        if isinstance(answer, Renewed) and len(answer.verdicts) == len(held):
+            for running, verdict in zip(held, answer.verdicts, strict=True):
+                if verdict != LeaseVerdict.HELD.value:
+                    self._feed(running, Event.LEASE_LOST, f"{verdict}: the producer's lease ended")
+
+    # ------------------------------------------------------------ carrying out
+
+    def _feed(self, running: Running, event: Event, cause: str = "") -> None:
+        for action in running.record.on(event, self._now(), cause):
+            self._act(running, action)
+
+    def _act(self, running: Running, action: Action) -> None:
+        record, message = running.record, running.message
+        match action:
+            case Action.CLAIM:
+                self._spawn(running, self._claim(running))
+            case Action.START_READS:
+                self._start_reads(running)
+            case Action.STOP_READS:
+                self.rank.abort_part(record.fetch_id)
+                for member in self.team.followers():
+                    self._background(self._tell(member, AbortPart(fetch_id=record.fetch_id)))
+            case Action.COMPLETE:
+                self._spawn(running, self._complete(running))
+            case Action.RELEASE:
+                release = self._send_release(
+                    message.engine_id,
+                    message.host,
+                    message.port,
+                    record.transfer_id,
+                    record.token,
+                    record.fetch_id,
+                )
+                self._background(release)
+            case Action.REPORT:
+                self._report(running)
+
+    async def _connect(self, running: Running) -> None:
+        message = running.message
+        try:
+            session = await self.rank.peers.greet(
+                message.engine_id, message.host, message.port, message.epoch
+            )
+        except KVAgentError as error:
+            self._feed(running, Event.CONNECT_FAILED, cause_text(error))
+            return
+        if session.epoch != message.epoch:
+            cause = f"peer_restarted: engine {message.engine_id} since the ticket was made"
+            self._feed(running, Event.CONNECT_FAILED, cause)
+            return
+        session.hold()
+        running.session = session
+        self._feed(running, Event.CONNECTED)
+
+    async def _claim(self, running: Running) -> None:
+        record = running.record
+        claim = Claim(
+            transfer_id=record.transfer_id,
+            token=record.token,
+            fetch_id=record.fetch_id,
+            digest=blocks_digest(running.message.remote_blocks),
+        )
+        verdict = await self._ask(running, claim)
+        if verdict == LeaseVerdict.HELD.value:
+            self._feed(running, Event.CLAIM_HELD)
+        else:
+            self._feed(running, Event.CLAIM_REFUSED, verdict)
+
+    async def _complete(self, running: Running) -> None:
+        record = running.record
+        complete = Complete(
+            transfer_id=record.transfer_id, token=record.token, fetch_id=record.fetch_id
+        )
+        verdict = await self._ask(running, complete)
+        if verdict == LeaseVerdict.HELD.value:
+            self._feed(running, Event.COMPLETE_HELD)
+        else:
+            self._feed(running, Event.COMPLETE_REFUSED, verdict)
+
+    async def _ask(self, running: Running, message: Claim | Complete) -> str:
+        """The verdict, or the text of what went wrong on the way to it."""
+        assert running.session is not None
+        try:
+            answer = await running.session.client.call(message, self.config.call_timeout)
+        except KVAgentError as error:
+            return cause_text(error)
+        if not isinstance(answer, Verdict):
+            return f"protocol: answered with {type(answer).__name__}"
+        if answer.epoch != running.message.epoch:
+            return f"peer_restarted: engine {running.message.engine_id} while it was being read"
+        if answer.verdict == LeaseVerdict.HELD.value:
+            return answer.verdict
+        return f"{answer.verdict}: {_MEANING.get(answer.verdict, 'the producer said no')}"
+
+    def _start_reads(self, running: Running) -> None:
+        record, message = running.record, running.message
+        part = Part(
+            fetch_id=record.fetch_id,
+            engine_id=message.engine_id,
+            host=message.host,
+            port=message.port,
+            epoch=message.epoch,
+            num_tokens=message.num_tokens,
+            remote_blocks=message.remote_blocks,
+            local_blocks=message.local_blocks,
+            start_token=message.start_token,
+            timeout=self.config.fetch_timeout,
+        )
+        self.rank.start_part(part, lambda fetch_id, state: self._rank_done(fetch_id, 0, state))
+        for member in self.team.followers():
+            self._spawn(running, self._follow(running, member, part))
+
+    async def _follow(self, running: Running, member: Member, part: Part) -> None:
+        """Asks a follower until its part is done; its `PartDone` usually comes first."""
+        incarnation = member.card.incarnation
+        while not running.record.ranks_done:
+            try:
+                answer = await member.client.call(part, self.config.call_timeout)
+            except KVAgentError as error:
+                if member.card.incarnation != incarnation or member.lost:
+                    return  # `_member_lost` has spoken for it
+                log.warning("rank %d: %s", member.index, error)
+                self._feed(running, Event.RANK_FAILED, f"rank_silent: rank {member.index}")
+                continue
+            if isinstance(answer, PartState) and answer.done:
+                self._rank_done(part.fetch_id, member.index, answer)
+                return
+            await asyncio.sleep(1.0)
+
+    def _rank_done(self, fetch_id: str, index: int, state: PartState) -> None:
+        """One rank is terminal; the aggregator says when all are."""
+        running = self._running.get(fetch_id)
+        if running is None or running.record.ranks_done:
+            return
+        if state.failure:
+            self._feed(running, Event.RANK_FAILED, state.failure)
+        output = KVConnectorOutput(finished_recving={fetch_id})
+        if state.failure:
+            output.failed_recving = {fetch_id: state.failure}
+        if state.stats is not None:
+            running.stats = running.stats.merge(state.stats) if running.stats else state.stats
+        if self._aggregator is None:  # the engine started afresh: there is only our own rank left
+            self._feed(running, Event.RANKS_DONE, state.failure or "reset: no cache any more")
+            return
+        reports = [RankReport() for _ in range(1 + len(self.team.followers()))]
+        reports[index].kv_connector_output = output
+        combined = self._aggregator.aggregate(reports)
+        if combined is None or combined.kv_connector_output is None:
+            return
+        done = combined.kv_connector_output
+        if fetch_id in (done.finished_recving or ()):
+            self._feed(running, Event.RANKS_DONE, done.failed_recving.get(fetch_id, ""))
+
+    def _report(self, running: Running) -> None:
+        record, now = running.record, self._now()
+        del self._running[record.fetch_id]
+        self.fetches.remove(record)
+        if self._aggregator is not None:
+            self._aggregator.forget(record.fetch_id)
+        current = asyncio.current_task()
+        for task in running.tasks:
+            if task is not current:
+                task.cancel()
+        if running.session is not None:
+            running.session.let_go()
+        stats = None
+        if not record.cause and running.stats is not None:
+            stats = FetchStats(
+                bytes=running.stats.nbytes,
+                descriptors=running.stats.descriptors,
+                seconds=now - record.started,
+                wait=running.stats.wait,
+                post=running.stats.post,
+                wire=running.stats.wire,
+                validate=now - record.validating_since,
+            )
+            self.bytes_received += stats.bytes
+        blocks: set[int] = set()
+        if record.cause:
+            for group in unpack_blocks(running.message.local_blocks):
+                blocks |= set(group.tolist())
+            log.warning(
+                "fetch failed: request=%s transfer=%s fetch=%s peer=%s address=%s:%d cause=%s",
+                record.request_id,
+                record.transfer_id,
+                record.fetch_id,
+                record.peer,
+                running.message.host,
+                running.message.port,
+                record.cause,
+            )
+        self.outbox.received(record.request_id, record.cause, stats, blocks)
+
+    async def _send_release(
+        self,
+        engine_id: str,
+        host: str,
+        port: int,
+        transfer_id: str,
+        token: bytes,
+        fetch_id: str = "",
+    ) -> None:
+        """Best effort: a release that is lost costs the producer one lease."""
+        client = PeerClient(self.rank.context, host, port)
+        try:
+            message = Release(transfer_id=transfer_id, token=token, fetch_id=fetch_id)
+            await client.call(message, self.config.call_timeout)
+        except KVAgentError as error:
+            log.info("release of %s at %s: %s", transfer_id, engine_id, error)
+        finally:
+            await client.close()
+
+    async def _fence(self, running: Running) -> None:
+        fetch_id = running.record.fetch_id
+        if not self.rank.abort_part(fetch_id).done:
+            await self.rank.fence(fetch_id)
+        for member in self.team.followers():
+            await self._tell(member, AbortPart(fetch_id=fetch_id, fence=True))
+
+    async def _tell(self, member: Member, message: AbortPart | Drop) -> None:
+        try:
+            answer: Peer = await member.client.call(message, self.config.call_timeout)
+        except KVAgentError as error:
+            log.warning("rank %d: %s", member.index, error)
+            return
+        if isinstance(message, AbortPart) and isinstance(answer, PartState) and answer.done:
+            self._rank_done(message.fetch_id, member.index, answer)
+
+    # ------------------------------------------------------------ inside
+
+    def _now(self) -> float:
+        return time.monotonic()
+
+    def _spawn(self, running: Running, work: Awaitable[None]) -> None:
+        """A task that ends with the fetch."""
+        task = asyncio.ensure_future(work)
+        running.tasks.add(task)
+        task.add_done_callback(running.tasks.discard)
+        self._keep(task)
+
+    def _background(self, work: Awaitable[None]) -> None:
+        self._keep(asyncio.ensure_future(work))
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+_MEANING = {
+    LeaseVerdict.UNKNOWN.value: "the producer does not know this transfer",
+    LeaseVerdict.FORBIDDEN.value: "the token is not the ticket's",
+    LeaseVerdict.MISMATCH.value: "the ticket's block ids are not those that were offered",
+    LeaseVerdict.USED.value: "another fetch used this ticket",
+    LeaseVerdict.EXPIRED.value: "the lease ran out and the blocks went back",
+    LeaseVerdict.CANCELLED.value: "the producer cancelled the request",
+    LeaseVerdict.RELEASED.value: "the ticket was released",
+    LeaseVerdict.REVOKED.value: "the producer's memory is not what it was",
+}
