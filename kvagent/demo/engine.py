@@ -34,9 +34,9 @@ class Engine:
         self.options = options
         self.workers = Workers(options)
         self.config = self.workers.config
-        self.tokenizer = load_tokenizer(Path(options.model))
         self._transfers: Transfers | None = None
         try:
+            self.tokenizer = load_tokenizer(Path(options.model))
             if options.socket_template is not None:
                 self._transfers = connect_scheduler(options)
         except BaseException:

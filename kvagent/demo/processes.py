@@ -17,15 +17,16 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from kvagent.errors import KVAgentError
 
-__all__ = ["Child", "Children", "until"]
+__all__ = ["Child", "Children", "exit_on_sigterm", "until"]
 
 T = TypeVar("T")
 
@@ -167,3 +168,19 @@ async def until(condition: Callable[[], T], what: str, seconds: float) -> T:
             raise KVAgentError(f"{what}: not ready after {seconds:g} s")
         await asyncio.sleep(_POLL_SECONDS)
     return result
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """SIGTERM and SIGHUP become `SystemExit`, so that children are ended on the way out."""
+
+    def leave(number: int, _: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, leave) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

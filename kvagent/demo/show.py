@@ -11,15 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import signal
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import httpx
 import msgspec
@@ -28,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from kvagent.demo.ask import ask
 from kvagent.demo.config import EngineOptions, ModelConfig, default_model
-from kvagent.demo.processes import Children
+from kvagent.demo.processes import Children, exit_on_sigterm
 from kvagent.demo.prompts import demo_prompts
 from kvagent.demo.report import Answer, Report, Row, compare, kv_bytes, table
 from kvagent.demo.stage import start_stage
@@ -82,7 +78,7 @@ class Demo:
         rows: list[Row] = []
         failure = ""
         try:
-            with _exit_on_sigterm(), Children(folder) as children:
+            with exit_on_sigterm(), Children(folder) as children:
                 rows = asyncio.run(children.run(self._show(console, folder, children)))
         except KVAgentError as error:
             failure = str(error)
@@ -169,19 +165,3 @@ def _model_config(path: Path) -> ModelConfig:
     from kvagent.demo.weights import open_checkpoint
 
     return open_checkpoint(path).config
-
-
-@contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """SIGTERM and SIGHUP become `SystemExit`, so that children are ended on the way out."""
-
-    def leave(number: int, _: object) -> NoReturn:
-        sys.exit(128 + number)
-
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, leave) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -7,7 +7,8 @@ and that spins a core for ever. Not thread-safe; what to read and when is decide
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -23,6 +24,8 @@ from kvagent.fabric.pieces import Piece, Rows
 from kvagent.fabric.reads import UncertainError
 
 __all__ = ["NixlAgent", "PreparedLists", "nixl_version"]
+
+log = logging.getLogger(__name__)
 
 SERVING_POLL_MICROSECONDS = 100_000
 """The serving agent's thread sleeps in epoll, and wakes for work: the delay is only its timeout."""
@@ -89,9 +92,8 @@ class NixlAgent:
 
     def deregister(self, memory: MemoryRange) -> None:
         row = (memory.address, memory.nbytes, memory.device, "")
-        self._agent.deregisterMem(
-            bindings.nixlRegDList(_SEGMENTS[memory.kind], [row]), self._backends
-        )
+        rows = bindings.nixlRegDList(_SEGMENTS[memory.kind], [row])
+        self._give_back(self._agent.deregisterMem, rows, self._backends)
 
     def metadata(self) -> bytes:
         blob: bytes = self._agent.getLocalMD()
@@ -141,7 +143,7 @@ class NixlAgent:
     def unprepare(self, lists: PreparedLists) -> None:
         for handle in (lists.local_handle, lists.remote_handle):
             if handle:
-                self._agent.releasedDlistH(handle)
+                self._give_back(self._agent.releasedDlistH, handle)
         lists.local_handle = lists.remote_handle = 0
 
     # ------------------------------------------------------------ reads
@@ -197,7 +199,14 @@ class NixlAgent:
         return True
 
     def free(self, handle: int) -> None:
-        self._agent.releaseXferReq(handle)
+        self._give_back(self._agent.releaseXferReq, handle)
+
+    def _give_back(self, call: Callable[..., object], *args: object) -> None:
+        """What NIXL will not take back stays until the agent is destroyed; that fails no read."""
+        try:
+            call(*args)
+        except _NIXL_ERRORS as error:
+            log.warning("%s: %s: %s", self.name, call.__name__, error)
 
 
 def _descriptors(kind: Kind, extra: RowArray, column: int, device: int) -> Any:

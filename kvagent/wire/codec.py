@@ -6,10 +6,13 @@ msgpack through msgspec, strictly typed: an unknown field, a wrong type or a wro
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvagent.errors import BlockRangeError, GeometryError, ProtocolError
 
@@ -28,7 +31,10 @@ class Codec(Generic[T]):
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(types, strict=True)
 
     def encode(self, message: T) -> bytes:
-        data = self._encoder.encode(message)
+        try:
+            data = self._encoder.encode(message)
+        except (UnicodeEncodeError, OverflowError, TypeError) as error:
+            raise ProtocolError(f"{type(message).__name__} cannot be sent: {error}") from error
         if len(data) > self.max_bytes:
             raise ProtocolError(
                 f"{type(message).__name__} takes {len(data)} bytes, the cap is {self.max_bytes}"
@@ -53,30 +59,31 @@ def pack_blocks(block_ids: BlockIds) -> tuple[bytes, ...]:
 
     Raises `BlockRangeError` for anything that is not a list of non-negative 31-bit ints.
     """
-    import numpy as np
-
-    if len(block_ids) and not isinstance(block_ids[0], int):
-        groups = list(cast("Sequence[Sequence[int]]", block_ids))
-    else:
-        groups = [cast("Sequence[int]", block_ids)]
-    packed = []
-    for group in groups:
-        try:
-            array = np.asarray(group, dtype="<i8")
-        except (TypeError, ValueError, OverflowError) as error:
-            raise BlockRangeError(f"block ids must be a list of ints: {error}") from error
-        if array.ndim != 1 or (array.size and (array.min() < 0 or array.max() >= 1 << 31)):
-            raise BlockRangeError("block ids must be a flat list of ints from 0 to 2**31 - 1")
-        if array.size > MAX_BLOCKS:
-            raise BlockRangeError(f"{array.size} block ids, the cap is {MAX_BLOCKS}")
-        packed.append(array.astype("<i4").tobytes())
-    return tuple(packed)
+    return tuple(group.astype("<i4", copy=False).tobytes() for group in block_arrays(block_ids))
 
 
-def unpack_blocks(packed: Sequence[bytes]) -> list[Any]:
+def block_arrays(block_ids: BlockIds) -> list[npt.NDArray[np.uint32]]:
+    """The ids of each cache group, checked as `pack_blocks` says."""
+    groups: Sequence[Any] = (block_ids,)
+    try:
+        if len(block_ids) and not isinstance(block_ids[0], (int, np.integer)):
+            groups = block_ids
+        # array.array takes a list of ints three times faster than numpy, and nothing but ints
+        arrays = [np.frombuffer(array("I", list(group)), np.uint32) for group in groups]
+    except (TypeError, ValueError, OverflowError, LookupError) as error:
+        raise BlockRangeError(
+            f"block ids must be ints from 0 to 2**31 - 1, or one list of them per group: {error}"
+        ) from error
+    for ids in arrays:
+        if len(ids) > MAX_BLOCKS:
+            raise BlockRangeError(f"{len(ids)} block ids, the cap is {MAX_BLOCKS}")
+        if len(ids) and ids.max() >= 1 << 31:
+            raise BlockRangeError(f"block id {ids.max()} is more than 2**31 - 1")
+    return arrays
+
+
+def unpack_blocks(packed: Sequence[bytes]) -> list[npt.NDArray[np.int32]]:
     """The int32 arrays of `pack_blocks`; raises `ProtocolError` when the bytes are not whole."""
-    import numpy as np
-
     if any(len(group) % 4 or len(group) > 4 * MAX_BLOCKS for group in packed):
         raise ProtocolError("block ids are not whole int32 values, or too many")
     return [np.frombuffer(group, dtype="<i4").astype(np.int32, copy=False) for group in packed]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import os
 import socket
+import stat
 import struct
 from collections.abc import Iterator, Sequence
 
@@ -116,8 +117,12 @@ def listen(path: str) -> socket.socket:
 
 
 def _clear_stale(path: str) -> None:
-    if not os.path.lexists(path):
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
         return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"{path!r} exists and is not a socket; choose another --socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
@@ -126,7 +131,7 @@ def _clear_stale(path: str) -> None:
             os.unlink(path)
         except OSError as error:
             raise ConfigError(
-                f"{path!r} exists and is not a socket that can be taken over: {error}; "
+                f"{path!r} exists and cannot be taken over: {error}; "
                 "remove it or choose another --socket"
             ) from error
         else:

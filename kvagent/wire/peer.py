@@ -144,9 +144,9 @@ class PeerClient:
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
         try:
             self._socket.connect(endpoint(host, port))
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, UnicodeEncodeError) as error:
             self._socket.close()
-            raise HandshakeError(f"{host}:{port} is not an address: {error.strerror}") from error
+            raise HandshakeError(f"{host!r}:{port} is not an address: {error}") from error
         self._reader = asyncio.create_task(self._read(), name=f"peer-{host}:{port}")
 
     def __str__(self) -> str:
@@ -157,6 +157,8 @@ class PeerClient:
 
         Raises `PeerGoneError` when none came, `HandshakeError` when the peer refused.
         """
+        if self._socket.closed:
+            raise PeerGoneError(f"the connection to {self} was closed")
         call = next(self._calls)
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Peer] = loop.create_future()
@@ -165,7 +167,7 @@ class PeerClient:
         until = loop.time() + timeout
         try:
             while (left := until - loop.time()) > 0:
-                await self._transmit(frames, left)
+                await self._transmit(frames, answer, left)
                 try:
                     reply = await asyncio.wait_for(
                         asyncio.shield(answer), max(0.001, min(again, until - loop.time()))
@@ -183,11 +185,18 @@ class PeerClient:
             "is the sidecar there, and does it advertise an address that can be reached?"
         )
 
-    async def _transmit(self, frames: list[bytes], left: float) -> None:
+    async def _transmit(
+        self, frames: list[bytes], answer: asyncio.Future[Peer], left: float
+    ) -> None:
+        """Sends once connected; whether it did, shows in `answer`. `close` sets that first."""
+        sending = asyncio.ensure_future(self._socket.send_multipart(frames))
         try:
-            await asyncio.wait_for(self._socket.send_multipart(frames), left)
-        except asyncio.TimeoutError:
-            pass  # not connected; `call` notices that its time is up
+            await asyncio.wait({sending, answer}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not sending.done():
+                sending.cancel()
+            elif not sending.cancelled() and (error := sending.exception()) is not None:
+                log.debug("%s: not sent: %s", self, error)
 
     async def _read(self) -> None:
         while True:

@@ -1,0 +1,1 @@
+"""`kvagent plan`: who would read what from whom, told before anything runs."""

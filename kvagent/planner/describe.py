@@ -1,0 +1,314 @@
+"""A short TOML description of an engine to the layouts of all its ranks.
+
+    engine = "prefill"            # default: the file's name
+    tp = 4                        # default 1
+    pp = 2                        # default 1
+    num_blocks = 1024             # block ids of every cache group, on each rank
+
+    [model]                       # the fields of `ModelInfo`
+    name = "llama"
+    num_layers = 32
+
+    [[cache]]                     # layers that are alike; as many tables as there are kinds
+    layers = "model.layers.{}"    # {} is from, from + step, ... below `to`; or a list of names
+    from = 0                      # default 0
+    to = 32                       # default: model.num_layers
+    step = 1                      # default 1
+    kind = "full"                 # or "mla", "mamba"; then the fields of that spec
+    block_size = 16
+    num_kv_heads = 8
+    head_size = 128
+
+Rules.
+
+* Pipeline: layers whose names come from the same pattern are one sequence, sorted by number;
+  sequences follow one another as they first appear. Rank `p` of `pp` has the layers from
+  `p * n // pp` to `(p + 1) * n // pp` of all `n`; or `pp_layers` says how many each rank has.
+* Split contexts: `tokens = { size = 2, interleave = 16 }` gives rank `r` the token shard
+  `r % size`; heads are then dealt to the `tp / size` groups of neighbouring ranks.
+* `heads`, and `held` of a convolution part, may be one range for all ranks or a list with a range
+  for each tensor-parallel rank.
+* Tensors are contiguous, one after another. Other strides: `kvagent plan --from-status`.
+
+Every mistake is a `ConfigError` that names the file and the key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvagent.core.compare import EngineShape, engine_shape, merge_shapes
+from kvagent.core.layout import allocate, build_layout
+from kvagent.core.regions import MAX_LAYERS, MemoryRange, RankLayout
+from kvagent.core.specs import (
+    CacheSpec,
+    ConvPart,
+    FullAttentionSpec,
+    MambaSpec,
+    MLASpec,
+    ModelInfo,
+    ScaleSpec,
+    TokenShard,
+    WorkerInfo,
+    rank_heads,
+)
+from kvagent.errors import ConfigError, GeometryError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["Engine", "describe", "read_description"]
+
+MAX_RANKS = 1024
+BASE_ADDRESS = 1 << 32
+"""Where a described cache is said to lie; plans depend on distances only."""
+
+KINDS: dict[str, type[CacheSpec]] = {
+    "full": FullAttentionSpec,
+    "mla": MLASpec,
+    "mamba": MambaSpec,
+}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine as the planner sees it; `layouts` in the order of (pp_rank, tp_rank)."""
+
+    name: str
+    shape: EngineShape
+    layouts: tuple[RankLayout, ...]
+
+
+class _Description(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: ModelInfo
+    cache: tuple[dict[str, Any], ...]
+    num_blocks: int
+    engine: str = ""
+    tp: int = 1
+    pp: int = 1
+    pp_layers: tuple[int, ...] = ()
+
+
+class _Layers(msgspec.Struct, frozen=True, kw_only=True):
+    """Which layers a `[[cache]]` table is for: the keys of it that are not the spec's."""
+
+    layers: str | tuple[str, ...]
+    kind: str
+    first: int = msgspec.field(name="from", default=0)
+    to: int | None = None
+    step: int = 1
+
+
+LAYER_KEYS = _Layers.__struct_encode_fields__
+
+
+def read_description(path: str) -> Engine:
+    """The engine that the TOML file at `path` describes."""
+    try:
+        values = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path!r}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path!r} is not TOML: {error}") from error
+    return describe(values, path)
+
+
+def describe(values: Mapping[str, Any], path: str) -> Engine:
+    """The engine of a parsed description; `path` is for messages, and its default name."""
+    _check_keys(values, _Description.__struct_fields__, path)
+    if isinstance(values.get("model"), dict):
+        _check_keys(values["model"], ModelInfo.__struct_fields__, f"{path}: model")
+    described = _convert(dict(values), _Description, path)
+    name = described.engine or Path(path).stem
+    for size in ("tp", "pp"):
+        if not 1 <= getattr(described, size) <= MAX_RANKS:
+            raise ConfigError(
+                f"{path}: {size} is {getattr(described, size)}; it must be from 1 to {MAX_RANKS}"
+            )
+    if described.tp * described.pp > MAX_RANKS:
+        raise ConfigError(f"{path}: tp x pp is more than {MAX_RANKS} ranks")
+    placed = _place_layers(described, path)
+    layouts, shapes = [], []
+    for pp_rank, layers in enumerate(_stages(described, list(placed), path)):
+        for tp_rank in range(described.tp):
+            info = WorkerInfo(
+                engine_id=name,
+                model=described.model,
+                tp_rank=tp_rank,
+                tp_size=described.tp,
+                pp_rank=pp_rank,
+                pp_size=described.pp,
+            )
+            tables = {number: None for number in (placed[layer] for layer in layers)}
+            by_table = {
+                number: _spec(described.cache[number], info, f"{path}: cache[{number}]")
+                for number in tables
+            }
+            specs = {layer: by_table[placed[layer]] for layer in layers}
+            try:
+                nbytes, views = allocate(specs, info, described.num_blocks)
+                memory = MemoryRange(BASE_ADDRESS, nbytes)
+                layouts.append(build_layout(specs, info, views, (memory,), described.num_blocks))
+            except GeometryError as error:
+                raise ConfigError(f"{path}: {error}") from error
+            shapes.append(engine_shape(described.model, specs))
+    return Engine(name, merge_shapes(shapes), tuple(layouts))
+
+
+def _place_layers(described: _Description, path: str) -> dict[str, int]:
+    """Every layer of the model in order, and the number of its `[[cache]]` table."""
+    sequences: dict[str, list[tuple[int, str, int]]] = {}
+    for number, table in enumerate(described.cache):
+        where = f"{path}: cache[{number}]"
+        for sequence, place, layer in _layers(table, described.model.num_layers, where):
+            sequences.setdefault(sequence, []).append((place, layer, number))
+    placed: dict[str, int] = {}
+    for sequence in sequences.values():
+        for _, layer, number in sorted(sequence):
+            if layer in placed:
+                raise ConfigError(
+                    f"{path}: cache[{number}].layers: {layer!r} is in cache[{placed[layer]}] too"
+                )
+            placed[layer] = number
+    if not placed:
+        raise ConfigError(f"{path}: cache: there is no layer")
+    return placed
+
+
+def _layers(
+    table: Mapping[str, Any], num_layers: int, where: str
+) -> Iterator[tuple[str, int, str]]:
+    """(sequence, place in it, name) of every layer of one `[[cache]]` table."""
+    own = {key: value for key, value in table.items() if key in LAYER_KEYS}
+    named = _convert(own, _Layers, where)
+    if isinstance(named.layers, str) and "{}" in named.layers:
+        to = num_layers if named.to is None else named.to
+        if not 0 <= named.first < to <= MAX_LAYERS or named.step < 1:
+            raise ConfigError(
+                f"{where}: layers from {named.first} to {to} by {named.step} are not a range "
+                f"within 0 and {MAX_LAYERS} (`to` is model.num_layers unless given)"
+            )
+        for number in range(named.first, to, named.step):
+            yield named.layers, number, named.layers.replace("{}", str(number))
+        return
+    for key in ("from", "to", "step"):
+        if key in table:
+            raise ConfigError(f"{where}.{key}: `layers` has no {{}} to put a number in")
+    names = (named.layers,) if isinstance(named.layers, str) else named.layers
+    for name in names:
+        yield name, 0, name
+
+
+def _stages(described: _Description, layers: list[str], path: str) -> list[list[str]]:
+    """The layers of each pipeline rank."""
+    n, pp = len(layers), described.pp
+    if described.pp_layers:
+        counts = described.pp_layers
+        if len(counts) != pp or sum(counts) != n or min(counts) < 1:
+            raise ConfigError(
+                f"{path}: pp_layers {list(counts)} must be {pp} counts of at least 1 with the sum "
+                f"{n}, the number of layers"
+            )
+        ends = [sum(counts[: rank + 1]) for rank in range(pp)]
+    else:
+        if pp > n:
+            raise ConfigError(f"{path}: pp is {pp}, but there are {n} layers")
+        ends = [(rank + 1) * n // pp for rank in range(pp)]
+    return [layers[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _spec(table: Mapping[str, Any], info: WorkerInfo, where: str) -> CacheSpec:
+    """The spec of one rank from a `[[cache]]` table."""
+    kind = _choice(table["kind"], KINDS, f"{where}.kind")
+    spec_type = KINDS[kind]
+    _check_keys(table, [*LAYER_KEYS, *spec_type.__struct_fields__], where)
+    fields = {key: value for key, value in table.items() if key not in LAYER_KEYS}
+    if "tokens" in fields:
+        fields["tokens"] = _token_shard(fields["tokens"], info, f"{where}.tokens")
+        split = fields["tokens"]["size"]
+        heads = fields.get("num_kv_heads")
+        if "heads" not in fields and isinstance(heads, int) and heads > 0:
+            fields["heads"] = rank_heads(info.tp_rank // split, info.tp_size // split, heads)
+    if "heads" in fields:
+        fields["heads"] = _of_rank(fields["heads"], info, f"{where}.heads")
+    if "conv" in fields:
+        fields["conv"] = [
+            _conv_part(part, info, f"{where}.conv[{place}]")
+            for place, part in enumerate(_list_of_tables(fields["conv"], f"{where}.conv"))
+        ]
+    if isinstance(fields.get("scales"), dict):
+        _check_keys(fields["scales"], ScaleSpec.__struct_fields__, f"{where}.scales")
+    return _convert({"type": kind, **fields}, spec_type, where)
+
+
+def _token_shard(value: Any, info: WorkerInfo, where: str) -> dict[str, int]:
+    keys = [key for key in TokenShard.__struct_fields__ if key != "rank"]
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: must be a table of {', '.join(keys)}")
+    _check_keys(value, keys, where)
+    size = _convert(value, TokenShard, where).size
+    if info.tp_size % size:
+        raise ConfigError(f"{where}.size: tp {info.tp_size} is not a multiple of {size}")
+    return {"size": size, **value, "rank": info.tp_rank % size}
+
+
+def _conv_part(table: dict[str, Any], info: WorkerInfo, where: str) -> dict[str, Any]:
+    _check_keys(table, ConvPart.__struct_fields__, where)
+    if "held" in table:
+        table = table | {"held": _of_rank(table["held"], info, f"{where}.held")}
+    return table
+
+
+def _list_of_tables(value: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
+        raise ConfigError(f"{where}: must be a list of tables")
+    return value
+
+
+def _of_rank(value: Any, info: WorkerInfo, where: str) -> Any:
+    """`value` itself, or a rank's entry when it is a list of ranges."""
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        if len(value) != info.tp_size:
+            raise ConfigError(f"{where}: {len(value)} ranges for {info.tp_size} ranks")
+        return value[info.tp_rank]
+    return value
+
+
+def _check_keys(table: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    for key in table:
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {key!r}{_hint(key, known)}")
+
+
+def _choice(value: str, known: Collection[str], where: str) -> str:
+    if value not in known:
+        raise ConfigError(f"{where}: {value!r} is none of {', '.join(known)}{_hint(value, known)}")
+    return value
+
+
+def _hint(word: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(word, known, 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _convert(value: Any, kind: type[Any], where: str) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        found = re.fullmatch(r"(.*) - at `\$\.?(.*)`", text, re.DOTALL)
+        what, key = found.groups() if found else (text, "")
+        place = f"{where}.{key}" if key else where
+        raise ConfigError(f"{place}: {what[0].lower()}{what[1:]}") from error
+    except GeometryError as error:
+        raise ConfigError(f"{where}: {error}") from error
