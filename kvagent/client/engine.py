@@ -22,7 +22,7 @@ from kvagent.client.ticket import make_ticket, read_ticket
 from kvagent.core.output import KVConnectorOutput
 from kvagent.errors import AgentError, AgentLostError, DrainingError, KVAgentError
 from kvagent.wire import local
-from kvagent.wire.codec import BlockIds, pack_blocks
+from kvagent.wire.codec import BlockIds, block_arrays, pack_blocks
 from kvagent.wire.messages import (
     Ack,
     Attach,
@@ -94,19 +94,22 @@ class EngineClient:
         ready = self._require_ready()
         if num_tokens < 1:
             raise AgentError(f"offer of {num_tokens} tokens: there is nothing to send")
-        blocks = pack_blocks(block_ids)
+        arrays = block_arrays(block_ids)
         transfer_id, token = secrets.token_hex(16), secrets.token_bytes(16)
         self._send(
             Offer(
                 request_id=request_id,
                 transfer_id=transfer_id,
                 token=token,
-                blocks=blocks,
+                blocks=tuple(ids.tobytes() for ids in arrays),
                 num_tokens=num_tokens,
             )
         )
         self._offered[request_id] += 1
-        return make_ticket(ready, request_id, transfer_id, token, block_ids, num_tokens)
+        ids = [group.tolist() for group in arrays]  # a copy: the engine's list goes on changing
+        return make_ticket(
+            ready, request_id, transfer_id, token, ids if len(ids) > 1 else ids[0], num_tokens
+        )
 
     def fetch(
         self,
@@ -125,22 +128,22 @@ class EngineClient:
         parsed = read_ticket(ticket)
         if request_id in self._fetching:
             raise AgentError(f"request {request_id!r} is being fetched already")
-        if not 0 <= start_token < parsed.kvagent.num_tokens:
+        if not 0 <= start_token < parsed.num_tokens:
             raise AgentError(
-                f"start_token {start_token} leaves none of {parsed.kvagent.num_tokens} tokens "
+                f"start_token {start_token} leaves none of {parsed.num_tokens} tokens "
                 "to read; on a full prefix hit call release(ticket) instead"
             )
         self._send(
             Fetch(
                 request_id=request_id,
-                engine_id=parsed.remote_engine_id,
-                host=parsed.remote_host,
-                port=parsed.remote_port,
-                epoch=parsed.kvagent.epoch,
-                transfer_id=parsed.kvagent.transfer_id,
+                engine_id=parsed.engine_id,
+                host=parsed.host,
+                port=parsed.port,
+                epoch=parsed.epoch,
+                transfer_id=parsed.transfer_id,
                 token=parsed.token,
-                num_tokens=parsed.kvagent.num_tokens,
-                remote_blocks=parsed.blocks(),
+                num_tokens=parsed.num_tokens,
+                remote_blocks=parsed.blocks,
                 local_blocks=pack_blocks(block_ids),
                 start_token=start_token,
             )
@@ -152,10 +155,10 @@ class EngineClient:
         parsed = read_ticket(ticket)
         self._send(
             ReleaseTicket(
-                engine_id=parsed.remote_engine_id,
-                host=parsed.remote_host,
-                port=parsed.remote_port,
-                transfer_id=parsed.kvagent.transfer_id,
+                engine_id=parsed.engine_id,
+                host=parsed.host,
+                port=parsed.port,
+                transfer_id=parsed.transfer_id,
                 token=parsed.token,
             )
         )
@@ -168,9 +171,10 @@ class EngineClient:
     def step(self) -> KVConnectorOutput:
         """Everything that ended since the last call, each request once."""
         out = KVConnectorOutput()
+        lost = self._lost  # asked first: the thread may put reports in until it says so
         if self._reports:
             self._take_reports(out)
-        if self._lost and (self._offered or self._fetching):
+        if lost and (self._offered or self._fetching):
             self._fail_all(out)
         return out
 

@@ -7,37 +7,48 @@ A plain dict that survives JSON. Its outer keys are the ones that vLLM's routers
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Annotated, Any, cast
 
 import msgspec
 
-from kvagent.errors import TicketError
-from kvagent.wire.codec import BlockIds, pack_blocks
+from kvagent.errors import BlockRangeError, TicketError
+from kvagent.wire.codec import MAX_BLOCKS, BlockIds, pack_blocks
 from kvagent.wire.messages import PROTOCOL, Ready
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+Token = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 
 
 class Inner(msgspec.Struct, frozen=True, kw_only=True):
-    transfer_id: str
-    token: str
-    num_tokens: int
-    epoch: str
+    transfer_id: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    token: Token
+    num_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS << 16)]
+    epoch: Name
     protocol: int
     lease_seconds: float
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    remote_engine_id: str
+class Outer(msgspec.Struct, frozen=True, kw_only=True):
+    remote_engine_id: Name
     remote_block_ids: list[int | list[int]]
-    remote_host: str
-    remote_port: int
+    remote_host: Name
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     kvagent: Inner
 
-    @property
-    def token(self) -> bytes:
-        return bytes.fromhex(self.kvagent.token)
 
-    def blocks(self) -> tuple[bytes, ...]:
-        return pack_blocks(cast("BlockIds", self.remote_block_ids))
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A ticket that has been checked; `blocks` as `pack_blocks` makes them."""
+
+    engine_id: str
+    host: str
+    port: int
+    epoch: str
+    transfer_id: str
+    token: bytes
+    num_tokens: int
+    blocks: tuple[bytes, ...]
 
 
 def make_ticket(
@@ -76,19 +87,25 @@ def read_ticket(ticket: Mapping[str, Any]) -> Ticket:
             "this is not a kvagent ticket (no key 'kvagent'): was the prefill server started "
             "with kvagent, and does the router pass kv_transfer_params through unchanged?"
         )
+    inner = ticket["kvagent"]
+    if isinstance(inner, Mapping) and inner.get("protocol", PROTOCOL) != PROTOCOL:
+        raise TicketError(f"ticket of protocol {inner['protocol']!r}, this is protocol {PROTOCOL}")
     try:
-        parsed = msgspec.convert(ticket, Ticket)
-    except msgspec.ValidationError as error:
+        outer = msgspec.convert(ticket, Outer)
+        blocks = pack_blocks(cast("BlockIds", outer.remote_block_ids))
+        (outer.remote_engine_id + outer.remote_host).encode()
+        (outer.kvagent.epoch + outer.kvagent.transfer_id).encode()
+    except BlockRangeError as error:
+        raise TicketError(f"malformed ticket: remote_block_ids: {error}") from error
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise TicketError(f"malformed ticket: {error}") from error
-    inner = parsed.kvagent
-    if inner.protocol != PROTOCOL:
-        raise TicketError(f"ticket of protocol {inner.protocol}, this is protocol {PROTOCOL}")
-    try:
-        good_token = len(parsed.token) == 16
-    except ValueError:
-        good_token = False
-    if not good_token or not 0 < len(inner.transfer_id) <= 64:
-        raise TicketError("malformed ticket: transfer_id and token are not ones that we made")
-    if not 0 < parsed.remote_port < 65536 or inner.num_tokens < 1:
-        raise TicketError("malformed ticket: remote_port or num_tokens out of range")
-    return parsed
+    return Ticket(
+        engine_id=outer.remote_engine_id,
+        host=outer.remote_host,
+        port=outer.remote_port,
+        epoch=outer.kvagent.epoch,
+        transfer_id=outer.kvagent.transfer_id,
+        token=bytes.fromhex(outer.kvagent.token),
+        num_tokens=outer.kvagent.num_tokens,
+        blocks=blocks,
+    )

@@ -13,6 +13,7 @@ import itertools
 import logging
 import struct
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -190,8 +191,9 @@ class PeerClient:
     ) -> None:
         """Sends once connected; whether it did, shows in `answer`. `close` sets that first."""
         sending = asyncio.ensure_future(self._socket.send_multipart(frames))
+        either: set[asyncio.Future[Any]] = {sending, answer}
         try:
-            await asyncio.wait({sending, answer}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not sending.done():
                 sending.cancel()
