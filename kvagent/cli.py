@@ -1,4 +1,4 @@
-"""The command line: `kvagent serve | proxy | engine | demo`. Only options and words are here."""
+"""The command line: `kvagent serve | plan | proxy | engine | demo`. Only options and words are here."""
 
 from __future__ import annotations
 
@@ -45,6 +45,35 @@ def serve(
         "log_level": log_level,
     }
     run(load(config, flags))
+
+
+@app.command()
+def plan(
+    producer: Annotated[str, typer.Argument(help="TOML description of the producer engine.")],
+    consumer: Annotated[str, typer.Argument(help="TOML description of the consumer engine.")],
+    from_status: Annotated[
+        bool, typer.Option("--from-status", help="The arguments are URLs of running leaders.")
+    ] = False,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens of the request; default: at most 4096.")
+    ] = None,
+    start_token: Annotated[int, typer.Option(help="The consumer has those before it.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    svg: Annotated[str | None, typer.Option(help="File to draw the mapping into.")] = None,
+) -> None:
+    """Show which rank reads what from whom, and in how many pieces; 1 when the pair is refused."""
+    from kvagent.planner.show import show_plan
+
+    works = show_plan(
+        producer,
+        consumer,
+        from_status=from_status,
+        num_tokens=tokens,
+        start_token=start_token,
+        as_json=as_json,
+        svg=svg,
+    )
+    raise typer.Exit(0 if works else 1)
 
 
 @app.command()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ else:
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one sidecar. Durations are in seconds, sizes in bytes."""
 
-    socket: str
+    socket: str = ""
     """Path of the unix socket for the engine's processes (mode 0600); empty: none (embedded)."""
     bind: str = "127.0.0.1:0"
     """HOST:PORT of the control socket; port 0 takes a free one."""
@@ -67,9 +68,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Returns itself, or raises `ConfigError` naming the setting and the fix."""
         host, _ = self.bind_address()
         self.http_address()
-        if _is_any(host) and (not self.advertise or _is_any(self.advertise)):
+        if self.advertise and not _is_host(self.advertise):
             raise ConfigError(
-                f"bind {host!r} listens everywhere, but no peer can dial that: "
+                f"advertise {self.advertise!r} is not a host: write the address or the name alone, "
+                "without port and brackets"
+            )
+        if _is_any(self.advertised_host()):
+            raise ConfigError(
+                f"bind {host!r} listens everywhere, but no peer can dial {self.advertised_host()!r}: "
                 "say which address they should use with --advertise HOST"
             )
         if not _is_loopback(host) and not self.insecure:
@@ -82,7 +88,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"advertise {self.advertise!r} cannot reach a socket bound to {host!r}: "
                 "bind to that address too"
             )
-        for name in ("lease_seconds", "fetch_timeout", "handshake_timeout", "call_timeout"):
+        if _is_loopback(self.advertised_host()) and not _is_loopback(host):
+            raise ConfigError(
+                f"advertise {self.advertise!r} would make peers on other hosts dial themselves: "
+                "bind to loopback too, or advertise an address of this host"
+            )
+        if not 1 <= self.lease_seconds <= 86400:
+            raise ConfigError("lease_seconds must be from 1 to 86400 seconds")
+        for name in ("fetch_timeout", "handshake_timeout", "call_timeout"):
             if not 0 < getattr(self, name) <= 86400:
                 raise ConfigError(f"{name} must be more than 0 and at most 86400 seconds")
         for name in ("drain_timeout", "fence_seconds"):
@@ -132,6 +145,14 @@ def split_address(text: str, name: str) -> tuple[str, int]:
 def join_address(host: str, port: int) -> str:
     """The inverse of `split_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _is_host(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_.])?", host) is not None
+    return True
 
 
 def _is_any(host: str) -> bool:

@@ -21,6 +21,7 @@ from kvagent import (
     EngineClient,
     FullAttentionSpec,
     KVConnectorOutput,
+    MLASpec,
     ModelInfo,
     WorkerClient,
     WorkerInfo,
@@ -112,17 +113,20 @@ class Engine:
         dtype: str = "float32",
         axes: Sequence[str] = HND,
         model: ModelInfo | None = None,
+        spec: FullAttentionSpec | MLASpec | None = None,
         fill: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
         self.engine_id = engine_id
-        self.heads, self.axes = heads, tuple(axes)
-        self.spec = FullAttentionSpec(
+        self.spec = spec or FullAttentionSpec(
             block_size=block_size,
             num_kv_heads=heads,
             head_size=head_size,
             dtype=dtype,
-            axes=self.axes,
+            axes=tuple(axes),
         )
+        self.axes = self.spec.axes
+        self.heads = self.spec.num_kv_heads if isinstance(self.spec, FullAttentionSpec) else 1
+        self.num_blocks = num_blocks
         self.workers: list[WorkerClient] = []
         self.caches: list[dict[str, torch.Tensor]] = []
         leader = None
@@ -176,6 +180,16 @@ class Engine:
                 return
         self.until(lambda o: request_id in (o.finished_sending or ()), timeout)
 
+    def canonical(self, cache: torch.Tensor) -> torch.Tensor:
+        """A view with the axes (kv, head, block, token, channel), whatever the layout."""
+        axes = list(self.axes)
+        for axis in ("head", "kv"):
+            if axis not in axes:
+                axes.insert(0, axis)
+                cache = cache.unsqueeze(0)
+        order = ("kv", "head", "block", "token", "channel")
+        return cache.permute(*(axes.index(axis) for axis in order))
+
     def tokens(self, layer: str, block_ids: Sequence[int], head: int) -> torch.Tensor:
         """(kv, token, channel) of one global head, in the order of `block_ids`, from any rank
         that holds it. Plain indexing, independent of kvagent's plan."""
@@ -184,9 +198,7 @@ class Engine:
             first = rank * self.heads // size
             held = max(1, (rank + 1) * self.heads // size - first)
             if first <= head < first + held:
-                cache = caches[layer].permute(
-                    *(self.axes.index(axis) for axis in ("kv", "head", "block", "token", "channel"))
-                )
+                cache = self.canonical(caches[layer])
                 picked = cache[:, head - first, list(block_ids)]
                 return picked.reshape(picked.shape[0], -1, picked.shape[-1])
         raise AssertionError(f"no rank holds head {head}")
@@ -207,3 +219,42 @@ def random_fill(seed: int) -> Callable[[torch.Tensor], object]:
     """Different values in every tensor that it is called for."""
     generator = torch.Generator().manual_seed(seed)
     return lambda tensor: tensor.copy_(torch.randn(tensor.shape, generator=generator))
+
+
+GUARD = -7.0
+"""What a consumer's cache is filled with before a transfer."""
+
+
+def check(
+    producer: Engine, consumer: Engine, name: str, start_token: int, tokens: int
+) -> dict[str, Any]:
+    """One transfer into scattered blocks, every byte compared, those around it as well.
+
+    Returns its statistics.
+    """
+    remote = _scattered(5, 3, -(-tokens // producer.spec.block_size), producer.num_blocks)
+    local = _scattered(7, 2, -(-tokens // consumer.spec.block_size), consumer.num_blocks)
+    for caches in consumer.caches:
+        for cache in caches.values():
+            cache.fill_(GUARD)
+    ticket = producer.client.offer(name, remote, tokens)
+    consumer.client.fetch(name, ticket, local, start_token)
+    assert consumer.received(name) is None
+    producer.sent(name)
+    others = [block for block in range(consumer.num_blocks) if block not in local]
+    for layer in producer.caches[0]:
+        for head in range(producer.heads):
+            want = producer.tokens(layer, remote, head)[:, start_token:tokens]
+            got = consumer.tokens(layer, local, head)
+            assert torch.equal(got[:, start_token:tokens], want)
+            assert (got[:, :start_token] == GUARD).all()
+            assert (got[:, tokens:] == GUARD).all()
+        for caches in consumer.caches:
+            assert (consumer.canonical(caches[layer])[:, :, others] == GUARD).all()
+    stats: dict[str, Any] = consumer.seen[-1].kv_connector_stats["fetches"][name]
+    return stats
+
+
+def _scattered(step: int, first: int, count: int, num_blocks: int) -> list[int]:
+    """`count` different block ids that are not in order; `step` and `num_blocks` are coprime."""
+    return [(step * i + first) % num_blocks for i in range(count)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.harness import (
     BLOCKS_FIRST_HND,
@@ -17,11 +16,11 @@ from tests.harness import (
     NHD,
     Engine,
     Sidecar,
+    check,
     random_fill,
     start,
 )
 
-GUARD = -7.0
 SIZES = (1, 2, 4)
 
 
@@ -31,33 +30,6 @@ def sidecars(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Sidecar]
     yield made
     for sidecar in made:
         sidecar.close()
-
-
-def check(producer: Engine, consumer: Engine, name: str, start_token: int, tokens: int) -> None:
-    """One transfer into scattered blocks; every byte is compared, those around it as well."""
-    size = producer.spec.block_size
-    count = -(-tokens // size)
-    remote = [(5 * i + 3) % 32 for i in range(count)]
-    local = [(7 * i + 2) % 32 for i in range(count)]
-    for caches in consumer.caches:
-        for cache in caches.values():
-            cache.fill_(GUARD)
-    ticket = producer.client.offer(name, remote, tokens)
-    consumer.client.fetch(name, ticket, local, start_token)
-    assert consumer.received(name) is None
-    producer.sent(name)
-    others = [block for block in range(32) if block not in local]
-    for layer in producer.caches[0]:
-        for head in range(producer.heads):
-            want = producer.tokens(layer, remote, head)[:, start_token:tokens]
-            got = consumer.tokens(layer, local, head)
-            assert torch.equal(got[:, start_token:tokens], want)
-            assert (got[:, :start_token] == GUARD).all()
-            assert (got[:, tokens:] == GUARD).all()
-        for caches in consumer.caches:
-            block_axis = consumer.axes.index("block")
-            untouched = caches[layer].index_select(block_axis, torch.tensor(others))
-            assert (untouched == GUARD).all()
 
 
 def shares(consumer: Engine, tokens: int) -> int:
@@ -88,9 +60,8 @@ def test_tp_heads_layout(
         ) as producer,
         Engine(sidecars[4 : 4 + consumer_tp], f"d{name}", heads=heads, axes=axes[1]) as consumer,
     ):
-        check(producer, consumer, "whole", 0, 16)
+        stats = check(producer, consumer, "whole", 0, 16)
         check(producer, consumer, "partial", 5, 18)
-        stats = consumer.seen[0].kv_connector_stats["fetches"]["whole"]
         assert stats["bytes"] == shares(consumer, 16)
 
 

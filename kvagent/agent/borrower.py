@@ -27,7 +27,7 @@ from kvagent.core.lease import Verdict as LeaseVerdict
 from kvagent.core.lease import blocks_digest
 from kvagent.core.output import KVConnectorOutput
 from kvagent.core.stats import FetchStats, ReadStats
-from kvagent.errors import KVAgentError
+from kvagent.errors import KVAgentError, ProtocolError
 from kvagent.wire.codec import unpack_blocks
 from kvagent.wire.messages import (
     AbortPart,
@@ -66,7 +66,10 @@ class Running:
     record: FetchRecord
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     session: Session | None = None
-    stats: ReadStats | None = None
+    local_blocks: tuple[bytes, ...] = ()
+    """What must not be used when it fails."""
+    shares: dict[int, ReadStats] = field(default_factory=dict)
+    """By rank; a rank may report twice."""
 
 
 class Borrower:
@@ -80,6 +83,7 @@ class Borrower:
         self.outbox = outbox
         self.bytes_received = 0
         self._aggregator: KVOutputAggregator | None = None
+        self._world_size = 0
         self._running: dict[str, Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_renewal = 0.0
@@ -99,9 +103,9 @@ class Borrower:
             num_blocks=sum(len(group) // 4 for group in message.local_blocks),
         )
         if not self.fetches.add(record):
-            log.error("request %s is being fetched already; ignored", message.request_id)
+            self._refuse_second(message)
             return
-        running = Running(message, record)
+        running = Running(message, record, local_blocks=message.local_blocks)
         self._running[record.fetch_id] = running
         if draining:
             self._feed(running, Event.CONNECT_FAILED, "draining: this engine takes no new work")
@@ -115,6 +119,15 @@ class Borrower:
         record = self.fetches.of_request(request_id)
         if record is not None:
             self._feed(self._running[record.fetch_id], Event.CANCEL, "cancelled: by the engine")
+
+    def _refuse_second(self, message: Fetch) -> None:
+        """A scheduler fetches what one before it is still fetching. The end of the one would be
+        taken for the other's, so neither may be called good."""
+        record = self.fetches.of_request(message.request_id)
+        assert record is not None
+        running = self._running[record.fetch_id]
+        running.local_blocks += message.local_blocks
+        self._feed(running, Event.CANCEL, "failed: the request was being fetched already")
 
     def release(self, message: ReleaseTicket) -> None:
         self._background(
@@ -143,6 +156,8 @@ class Borrower:
         """A follower's share of a fetch is terminal."""
         me = self.rank.require_identity()
         index = message.pp_rank * me.info.tp_size + message.tp_rank
+        if message.engine_id != me.info.engine_id or not 0 < index < me.world_size:
+            raise ProtocolError(f"rank {index} of {message.engine_id!r} is no follower here")
         state = PartState(done=True, failure=message.failure, stats=message.stats)
         self._rank_done(message.fetch_id, index, state)
 
@@ -150,7 +165,7 @@ class Borrower:
         """The engine is another one (or none: 0): nothing of the old one is fetched any more."""
         for running in list(self._running.values()):
             self._feed(running, Event.CANCEL, "reset: the engine started afresh")
-        self._aggregator = None
+        self._aggregator, self._world_size = None, world_size
         if world_size:
             self._aggregator = KVOutputAggregator(
                 world_size, world_size=world_size, max_age=float("inf")
@@ -317,10 +332,10 @@ class Borrower:
                     return  # `_member_lost` has spoken for it
                 log.warning("rank %d: %s", member.index, error)
                 self._feed(running, Event.RANK_FAILED, f"rank_silent: rank {member.index}")
-                continue
-            if isinstance(answer, PartState) and answer.done:
-                self._rank_done(part.fetch_id, member.index, answer)
-                return
+            else:
+                if isinstance(answer, PartState) and answer.done:
+                    self._rank_done(part.fetch_id, member.index, answer)
+                    return
             await asyncio.sleep(1.0)
 
     def _rank_done(self, fetch_id: str, index: int, state: PartState) -> None:
@@ -334,11 +349,11 @@ class Borrower:
         if state.failure:
             output.failed_recving = {fetch_id: state.failure}
         if state.stats is not None:
-            running.stats = running.stats.merge(state.stats) if running.stats else state.stats
+            running.shares.setdefault(index, state.stats)
         if self._aggregator is None:  # the engine started afresh: there is only our own rank left
             self._feed(running, Event.RANKS_DONE, state.failure or "reset: no cache any more")
             return
-        reports = [RankReport() for _ in range(1 + len(self.team.followers()))]
+        reports = [RankReport() for _ in range(self._world_size)]
         reports[index].kv_connector_output = output
         combined = self._aggregator.aggregate(reports)
         if combined is None or combined.kv_connector_output is None:
@@ -360,20 +375,23 @@ class Borrower:
         if running.session is not None:
             running.session.let_go()
         stats = None
-        if not record.cause and running.stats is not None:
+        if not record.cause:
+            total = ReadStats()
+            for share in running.shares.values():
+                total = total.merge(share)
             stats = FetchStats(
-                bytes=running.stats.nbytes,
-                descriptors=running.stats.descriptors,
+                bytes=total.nbytes,
+                descriptors=total.descriptors,
                 seconds=now - record.started,
-                wait=running.stats.wait,
-                post=running.stats.post,
-                wire=running.stats.wire,
+                wait=total.wait,
+                post=total.post,
+                wire=total.wire,
                 validate=now - record.validating_since,
             )
             self.bytes_received += stats.bytes
         blocks: set[int] = set()
         if record.cause:
-            for group in unpack_blocks(running.message.local_blocks):
+            for group in unpack_blocks(running.local_blocks):
                 blocks |= set(group.tolist())
             log.warning(
                 "fetch failed: request=%s transfer=%s fetch=%s peer=%s address=%s:%d cause=%s",
@@ -397,14 +415,16 @@ class Borrower:
         fetch_id: str = "",
     ) -> None:
         """Best effort: a release that is lost costs the producer one lease."""
-        client = PeerClient(self.rank.context, host, port)
+        client: PeerClient | None = None
         try:
+            client = PeerClient(self.rank.context, host, port)
             message = Release(transfer_id=transfer_id, token=token, fetch_id=fetch_id)
             await client.call(message, self.config.call_timeout)
         except KVAgentError as error:
             log.info("release of %s at %s: %s", transfer_id, engine_id, error)
         finally:
-            await client.close()
+            if client is not None:
+                await client.close()
 
     async def _fence(self, running: Running) -> None:
         fetch_id = running.record.fetch_id

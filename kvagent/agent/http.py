@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import uvicorn
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,10 +17,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from kvagent.core.compare import EngineShape
+from kvagent.core.regions import RankLayout
 from kvagent.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvagent.agent.agent import Agent
+
+FIRST_ADDRESS = 1 << 32
+"""Where the first memory range of a rank is said to lie in /status."""
 
 
 def status(agent: Agent) -> dict[str, Any]:
@@ -53,6 +59,30 @@ def status(agent: Agent) -> dict[str, Any]:
             for s in rank.peers.sessions()
         ],
     }
+
+
+def cards(agent: Agent) -> list[dict[str, Any]] | None:
+    """Each rank's shape and layout, for `kvagent plan`; None unless this leads a complete engine.
+
+    Geometry only. Nothing in it opens the memory, and the addresses are made up: /status has
+    readers that need not learn where in a process its cache lies.
+    """
+    me, team = agent.rank.identity, agent.leader.team
+    if me is None or me.index != 0 or not team.complete:
+        return None
+    ranks = [(me.shape, me.layout), *((m.shape, m.card.layout) for m in team.followers())]
+    return [_card(shape, layout) for shape, layout in ranks]
+
+
+def _card(shape: EngineShape, layout: RankLayout) -> dict[str, Any]:
+    ranges, address = [], FIRST_ADDRESS
+    for memory in layout.ranges:
+        ranges.append(msgspec.structs.replace(memory, address=address))
+        # A gap, so that nothing seems to be contiguous across ranges.
+        address += (memory.nbytes // FIRST_ADDRESS + 2) * FIRST_ADDRESS
+    shown = msgspec.structs.replace(layout, ranges=tuple(ranges))
+    card: dict[str, Any] = msgspec.to_builtins({"shape": shape, "layout": shown})
+    return card
 
 
 def why_not_ready(agent: Agent) -> str:
@@ -146,7 +176,7 @@ def app(agent: Agent) -> Starlette:
         return PlainTextResponse(f"{why or 'ok'}\n", status_code=503 if why else 200)
 
     async def show(_: Request) -> Response:
-        return JSONResponse(status(agent))
+        return JSONResponse(status(agent) | {"cards": cards(agent)})
 
     return Starlette(
         routes=[

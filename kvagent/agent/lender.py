@@ -77,6 +77,7 @@ class Lender:
         verdict = self._leases.release(
             time.monotonic(), message.transfer_id, message.token, message.fetch_id
         )
+        self._answer_parked(message.fetch_id, verdict)
         self._publish()
         return self._verdict(verdict)
 

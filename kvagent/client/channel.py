@@ -41,10 +41,14 @@ class Channel:
         self._arrived: deque[Local] = deque()
         self._fds: list[int] = []
         self._lock = threading.Lock()
+        self._dead = False
+        """A call got no answer: a later one must not take that for its own."""
 
     def call(self, message: Local, fds: Sequence[int] = (), timeout: float = 0) -> Local:
         """Sends `message` with `fds` beside it and waits for the answer."""
         with self._lock:
+            if self._dead:
+                raise AgentLostError("an earlier call got no answer; open a new client")
             try:
                 self._socket.settimeout(self._timeout)
                 local.send_with_fds(self._socket, local.frame(message), fds)
@@ -57,6 +61,7 @@ class Channel:
                         raise AgentLostError("the sidecar closed the connection; see its log")
                     self._arrived.extend(self._reader.feed(data))
             except TimeoutError as error:
+                self._dead = True
                 raise AgentLostError(
                     f"the sidecar did not answer {type(message).__name__} in time"
                 ) from error

@@ -21,7 +21,7 @@ from kvagent.agent.rank import FabricFactory
 from kvagent.agent.serve import nixl_fabric
 from kvagent.client.engine import EngineClient
 from kvagent.client.worker import WorkerClient
-from kvagent.config import Config
+from kvagent.config import load
 from kvagent.core.output import KVConnectorOutput
 from kvagent.core.specs import CacheSpec, WorkerInfo
 from kvagent.errors import AgentError
@@ -39,7 +39,7 @@ class EmbeddedAgent:
         **settings: Any,
     ) -> None:
         """`settings` are the fields of `Config`, but `socket`."""
-        self._config = Config(socket="", bind=bind, **settings).validate()
+        self._config = load(None, {**settings, "socket": "", "bind": bind})
         self._make_fabric = make_fabric
         self._started = threading.Event()
         self._failure: BaseException | None = None
@@ -124,7 +124,7 @@ class EmbeddedAgent:
         if self._engine is not None:
             self._engine.close()
         self._worker.close()
-        if self._loop is not None and self._stop is not None:
+        if self._thread.is_alive() and self._loop is not None and self._stop is not None:
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 

@@ -20,13 +20,13 @@ import msgspec
 from kvagent.core.overlap import Box, find_overlap
 from kvagent.core.shards import check_token_shard
 from kvagent.core.specs import MAX_EXTENT, TokenShard, itemsize
-from kvagent.errors import BlockRangeError, GeometryError
+from kvagent.errors import GeometryError
 
 __all__ = ["Axis", "CacheGroup", "Family", "MemoryRange", "RankLayout", "TensorView"]
 
 MAX_ADDRESS = (1 << 63) - 1
 MAX_LAYERS = 4096
-MAX_REGIONS = 1 << 16
+MAX_REGIONS = 1 << 14
 MAX_RANGES = 4096
 MAX_NAME = 256
 
@@ -68,20 +68,6 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     block_size: int
     num_blocks: int
     tokens: TokenShard = TokenShard()
-
-    def check_blocks(self, blocks: int, num_tokens: int) -> None:
-        """Raise `BlockRangeError` unless a list of `blocks` ids can hold `num_tokens` tokens."""
-        if not self.block_size:
-            if blocks != 1:
-                raise BlockRangeError(
-                    f"group {self.index} holds states: it takes exactly one block id, not {blocks}"
-                )
-            return
-        room = blocks * self.block_size * self.tokens.size
-        if room < num_tokens:
-            raise BlockRangeError(
-                f"group {self.index}: {blocks} blocks hold {room} tokens, not {num_tokens}"
-            )
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

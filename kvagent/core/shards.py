@@ -14,7 +14,7 @@ __all__ = ["check_token_shard", "held", "held_before", "own_number", "shards_mee
 
 Ints = npt.NDArray[np.int64]
 
-MAX_SHARDS = 1 << 16
+MAX_SHARDS = 1024
 
 
 def check_token_shard(shard: TokenShard) -> None:

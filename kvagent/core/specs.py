@@ -145,8 +145,9 @@ class FullAttentionSpec(
     `b * n + n - 1`, with `n = block_size // kernel_block_size`.
     num_kv_heads: of the whole model. heads: `(h0, h1)` held here, when it does not follow from
     the rank. tokens: the shard held here, when the context is split over ranks.
-    axes: dimensions in tensor order. Without `kv` there are two tensors, `layer:k` and `layer:v`,
-    and `head_size_v` may differ from `head_size`.
+    axes: dimensions in tensor order. K and V packed in the last dimension are
+    `(..., "kv", "channel")` of the unflattened tensor. Without `kv` there are two tensors,
+    `layer:k` and `layer:v`, and `head_size_v` may differ from `head_size`.
     sliding_window: `w` when a token sees itself and the `w - 1` before it. Only the blocks that
     hold the last `w` tokens are read; the entries of older blocks in a block list may be anything.
     scale_mode: how a quantized cache is scaled ("", "per_tensor", ...); scales: the tensor of

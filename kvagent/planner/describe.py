@@ -11,7 +11,7 @@
 
     [[cache]]                     # layers that are alike; as many tables as there are kinds
     layers = "model.layers.{}"    # {} is from, from + step, ... below `to`; or a list of names
-    from = 0                      # default 0
+    from = 0                      # default 0; may be a list: [0, 1, 2] with step 4 leaves out 3
     to = 32                       # default: model.num_layers
     step = 1                      # default 1
     kind = "full"                 # or "mla", "mamba"; then the fields of that spec
@@ -21,7 +21,7 @@
 
 Rules.
 
-* Pipeline: layers whose names come from the same pattern are one sequence, sorted by number;
+* Pipeline: layers whose names differ only in their last number are one sequence, sorted by it;
   sequences follow one another as they first appear. Rank `p` of `pp` has the layers from
   `p * n // pp` to `(p + 1) * n // pp` of all `n`; or `pp_layers` says how many each rank has.
 * Split contexts: `tokens = { size = 2, interleave = 16 }` gives rank `r` the token shard
@@ -38,7 +38,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Engine", "describe", "read_description"]
+__all__ = ["Engine", "describe", "read_description", "split_name"]
 
 MAX_RANKS = 1024
 BASE_ADDRESS = 1 << 32
@@ -104,7 +104,7 @@ class _Layers(msgspec.Struct, frozen=True, kw_only=True):
 
     layers: str | tuple[str, ...]
     kind: str
-    first: int = msgspec.field(name="from", default=0)
+    first: int | tuple[int, ...] = msgspec.field(name="from", default=0)
     to: int | None = None
     step: int = 1
 
@@ -149,10 +149,9 @@ def describe(values: Mapping[str, Any], path: str) -> Engine:
                 pp_rank=pp_rank,
                 pp_size=described.pp,
             )
-            tables = {number: None for number in (placed[layer] for layer in layers)}
             by_table = {
                 number: _spec(described.cache[number], info, f"{path}: cache[{number}]")
-                for number in tables
+                for number in sorted({placed[layer] for layer in layers})
             }
             specs = {layer: by_table[placed[layer]] for layer in layers}
             try:
@@ -167,46 +166,49 @@ def describe(values: Mapping[str, Any], path: str) -> Engine:
 
 def _place_layers(described: _Description, path: str) -> dict[str, int]:
     """Every layer of the model in order, and the number of its `[[cache]]` table."""
-    sequences: dict[str, list[tuple[int, str, int]]] = {}
+    sequences: dict[tuple[str, str], list[tuple[int, str, int]]] = {}
     for number, table in enumerate(described.cache):
-        where = f"{path}: cache[{number}]"
-        for sequence, place, layer in _layers(table, described.model.num_layers, where):
-            sequences.setdefault(sequence, []).append((place, layer, number))
+        for layer in _layers(table, described.model.num_layers, f"{path}: cache[{number}]"):
+            before, place, after = split_name(layer)
+            sequences.setdefault((before, after), []).append((place or 0, layer, number))
     placed: dict[str, int] = {}
     for sequence in sequences.values():
         for _, layer, number in sorted(sequence):
             if layer in placed:
                 raise ConfigError(
-                    f"{path}: cache[{number}].layers: {layer!r} is in cache[{placed[layer]}] too"
+                    f"{path}: cache[{number}].layers: {layer!r} is described twice"
+                    + (f", in cache[{placed[layer]}] too" if placed[layer] != number else "")
                 )
             placed[layer] = number
-    if not placed:
-        raise ConfigError(f"{path}: cache: there is no layer")
+    if not 1 <= len(placed) <= MAX_LAYERS:
+        raise ConfigError(f"{path}: cache: {len(placed)} layers; 1 to {MAX_LAYERS} are possible")
     return placed
 
 
-def _layers(
-    table: Mapping[str, Any], num_layers: int, where: str
-) -> Iterator[tuple[str, int, str]]:
-    """(sequence, place in it, name) of every layer of one `[[cache]]` table."""
+def split_name(layer: str) -> tuple[str, int | None, str]:
+    """What stands before the last number of a layer's name, the number, and what stands after."""
+    found = re.fullmatch(r"(.*?)(0|[1-9][0-9]{0,8})([^0-9]*)", layer, re.DOTALL)
+    return (found[1], int(found[2]), found[3]) if found else (layer, None, "")
+
+
+def _layers(table: Mapping[str, Any], num_layers: int, where: str) -> list[str]:
+    """The names of the layers of one `[[cache]]` table."""
     own = {key: value for key, value in table.items() if key in LAYER_KEYS}
     named = _convert(own, _Layers, where)
-    if isinstance(named.layers, str) and "{}" in named.layers:
-        to = num_layers if named.to is None else named.to
-        if not 0 <= named.first < to <= MAX_LAYERS or named.step < 1:
-            raise ConfigError(
-                f"{where}: layers from {named.first} to {to} by {named.step} are not a range "
-                f"within 0 and {MAX_LAYERS} (`to` is model.num_layers unless given)"
-            )
-        for number in range(named.first, to, named.step):
-            yield named.layers, number, named.layers.replace("{}", str(number))
-        return
-    for key in ("from", "to", "step"):
-        if key in table:
-            raise ConfigError(f"{where}.{key}: `layers` has no {{}} to put a number in")
-    names = (named.layers,) if isinstance(named.layers, str) else named.layers
-    for name in names:
-        yield name, 0, name
+    if not isinstance(named.layers, str) or "{}" not in named.layers:
+        for key in ("from", "to", "step"):
+            if key in table:
+                raise ConfigError(f"{where}.{key}: `layers` has no {{}} to put a number in")
+        return [named.layers] if isinstance(named.layers, str) else list(named.layers)
+    to = num_layers if named.to is None else named.to
+    starts = (named.first,) if isinstance(named.first, int) else named.first
+    if not all(0 <= start < to <= MAX_LAYERS for start in starts) or named.step < 1:
+        raise ConfigError(
+            f"{where}: layers from {named.first} to {to} by {named.step} are no numbers from 0 "
+            f"to {MAX_LAYERS} (`to` is model.num_layers unless given)"
+        )
+    numbers = [number for start in starts for number in range(start, to, named.step)]
+    return [named.layers.replace("{}", str(number)) for number in numbers]
 
 
 def _stages(described: _Description, layers: list[str], path: str) -> list[list[str]]:
@@ -248,7 +250,8 @@ def _spec(table: Mapping[str, Any], info: WorkerInfo, where: str) -> CacheSpec:
         ]
     if isinstance(fields.get("scales"), dict):
         _check_keys(fields["scales"], ScaleSpec.__struct_fields__, f"{where}.scales")
-    return _convert({"type": kind, **fields}, spec_type, where)
+    spec: CacheSpec = _convert({"type": kind, **fields}, spec_type, where)
+    return spec
 
 
 def _token_shard(value: Any, info: WorkerInfo, where: str) -> dict[str, int]:

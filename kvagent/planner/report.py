@@ -318,9 +318,7 @@ def _runs(plan: ReadPlan, selection: Selection) -> Runs:
     return Runs(selection.descriptors, lengths.shortest, lengths.longest)
 
 
-def _entries(
-    rows: npt.NDArray[np.uint64], index: npt.NDArray[np.int32]
-) -> tuple[Ints, Ints]:
+def _entries(rows: npt.NDArray[np.uint64], index: npt.NDArray[np.int32]) -> tuple[Ints, Ints]:
     """Addresses and lengths of entries of a prepared list."""
     table = rows.astype(np.int64)
     ends = np.cumsum(table[:, 4])

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from kvagent.core.compare import EngineShape
+from kvagent.core.compare import EngineShape, merge_shapes
 from kvagent.core.regions import RankLayout
 from kvagent.errors import ConfigError, GeometryError
 from kvagent.planner.describe import Engine
@@ -18,6 +18,7 @@ TIMEOUT_SECONDS = 10.0
 
 
 class _Card(msgspec.Struct, frozen=True, kw_only=True):
+    shape: EngineShape
     layout: RankLayout
 
 
@@ -25,7 +26,6 @@ class _Geometry(msgspec.Struct, frozen=True, kw_only=True):
     """The part of /status that is read here."""
 
     engine_id: str
-    shape: EngineShape
     cards: tuple[_Card, ...]
 
 
@@ -60,6 +60,7 @@ def engine_of_status(status: Any, url: str) -> Engine:
         )
         for layout in layouts:
             layout.validate()
+        shape = merge_shapes(card.shape for card in found.cards)
     except (msgspec.ValidationError, GeometryError) as error:
         raise ConfigError(f"{url}: {error}") from error
-    return Engine(found.engine_id, found.shape, tuple(layouts))
+    return Engine(found.engine_id, shape, tuple(layouts))

@@ -9,7 +9,15 @@ from kvagent.planner.words import head_words, layer_words, run_words, size_words
 
 __all__ = ["plan_text"]
 
-HEADINGS = ("consumer rank", "reads from", "layers", "heads", "bytes", "runs, contiguous", "runs, fragmented")
+HEADINGS = (
+    "consumer rank",
+    "reads from",
+    "layers",
+    "heads",
+    "bytes",
+    "runs, contiguous",
+    "runs, fragmented",
+)
 
 
 def plan_text(report: PlanReport) -> str:

@@ -59,21 +59,22 @@ def pack_blocks(block_ids: BlockIds) -> tuple[bytes, ...]:
 
     Raises `BlockRangeError` for anything that is not a list of non-negative 31-bit ints.
     """
-    return tuple(group.astype("<i4", copy=False).tobytes() for group in block_arrays(block_ids))
+    return tuple(group.tobytes() for group in block_arrays(block_ids))
 
 
 def block_arrays(block_ids: BlockIds) -> list[npt.NDArray[np.uint32]]:
-    """The ids of each cache group, checked as `pack_blocks` says."""
+    """The ids of each cache group, little-endian, checked as `pack_blocks` says."""
     groups: Sequence[Any] = (block_ids,)
     try:
         if len(block_ids) and not isinstance(block_ids[0], (int, np.integer)):
             groups = block_ids
         # array.array takes a list of ints three times faster than numpy, and nothing but ints
-        arrays = [np.frombuffer(array("I", list(group)), np.uint32) for group in groups]
+        lists = [array("I", list(group)) for group in groups]
     except (TypeError, ValueError, OverflowError, LookupError) as error:
         raise BlockRangeError(
             f"block ids must be ints from 0 to 2**31 - 1, or one list of them per group: {error}"
         ) from error
+    arrays = [np.frombuffer(ids, np.uint32).astype("<u4", copy=False) for ids in lists]
     for ids in arrays:
         if len(ids) > MAX_BLOCKS:
             raise BlockRangeError(f"{len(ids)} block ids, the cap is {MAX_BLOCKS}")

@@ -11,6 +11,7 @@ import os
 import socket
 import stat
 import struct
+import time
 from collections.abc import Iterator, Sequence
 
 from kvagent.errors import AgentLostError, ConfigError, ProtocolError
@@ -141,18 +142,27 @@ def _clear_stale(path: str) -> None:
 
 
 def connect(path: str, timeout: float) -> socket.socket:
-    """A connected socket; `AgentLostError` says what is missing."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(timeout)
-    try:
-        sock.connect(path)
-    except OSError as error:
-        sock.close()
-        raise AgentLostError(
-            f"no sidecar answers on {path!r} ({error.strerror or error}); "
-            f"start one with: kvagent serve --socket {path}"
-        ) from error
-    return sock
+    """A connected socket. A sidecar that is still starting is waited for.
+
+    Raises `AgentLostError` after `timeout` seconds, saying what is missing.
+    """
+    until = time.monotonic() + timeout
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(timeout)
+        try:
+            sock.connect(path)
+        except OSError as error:
+            sock.close()
+            starting = isinstance(error, (FileNotFoundError, ConnectionRefusedError))
+            if starting and time.monotonic() < until:
+                time.sleep(0.05)
+                continue
+            raise AgentLostError(
+                f"no sidecar answers on {path!r} ({error.strerror or error}); "
+                f"start one with: kvagent serve --socket {path}"
+            ) from error
+        return sock
 
 
 def send_with_fds(sock: socket.socket, data: bytes, fds: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ from kvagent.core.overlap import Box, find_overlap
 from kvagent.core.regions import Axis
 from kvagent.core.shards import held, held_before, own_number, shards_meet
 from kvagent.core.specs import ConvPart, MambaSpec, MLASpec, ScaleSpec, TokenShard
-from kvagent.errors import BlockRangeError, GeometryError
+from kvagent.errors import GeometryError
 
 
 def test_shapes_follow_the_axes_and_the_rank() -> None:
@@ -136,17 +136,6 @@ def test_groups_must_agree_within_and_may_share_memory() -> None:
     assert [group.index for group in made.groups] == [0, 1]
     with pytest.raises(GeometryError, match="share bytes"):
         build_layout({"a": full(), "b": full()}, worker(), shared, (MemoryRange(4096, nbytes),), 32)
-
-
-def test_block_lists_of_a_group() -> None:
-    group = layout(full(tokens=TokenShard(size=2, rank=1))).group(0)
-    group.check_blocks(2, 64)
-    with pytest.raises(BlockRangeError, match="2 blocks hold 64 tokens, not 65"):
-        group.check_blocks(2, 65)
-    state = layout(MambaSpec(ssm_heads=1)).group(0)
-    state.check_blocks(1, 1000)
-    with pytest.raises(BlockRangeError, match="exactly one block id, not 2"):
-        state.check_blocks(2, 1000)
 
 
 # ---------------------------------------------------------------- hostile layouts
