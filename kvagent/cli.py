@@ -1,4 +1,4 @@
-"""The command line: `kvagent serve | plan | proxy | engine | demo`. Only options and words are here."""
+"""The command line: `kvagent serve | plan | proxy | engine | demo`. Only options are here."""
 
 from __future__ import annotations
 

@@ -9,24 +9,25 @@ explicit runs beside them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvagent.core.assign import Assignment, Box, assign
-from kvagent.core.regions import Axis, Family, RankLayout
-from kvagent.core.rows import MAX_ENTRIES, Numbering, Pace, RowList
-from kvagent.core.runs import Dim, box_runs, coalesce
-from kvagent.core.track import BlockTables, Granules, Place, Side, Track
+from kvagent.core.grids import MAX_TEMPLATES, Grid, Lane, make_grid
+from kvagent.core.regions import RankLayout
+from kvagent.core.rows import MAX_ENTRIES, Numbering, RowList
+from kvagent.core.runs import coalesce
+from kvagent.core.track import BlockTables, Granules, Track
 from kvagent.errors import BlockRangeError, UnsupportedGeometry
 
 __all__ = ["Assignment", "Box", "ReadPlan", "Selection", "assign", "make_plan"]
 
 Ints = npt.NDArray[np.int64]
+Entries = npt.NDArray[np.int32]
 
-MAX_TEMPLATES = 1 << 20
 MAX_DESCRIPTORS = 1 << 26
 """Most entries of one selection: half a gigabyte of indices, far beyond what is worth posting."""
 
@@ -49,60 +50,10 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class _Lane:
-    """Regions that share block tables and strides on both sides, so that one pair of entry
-    numbers serves all their runs."""
-
-    track: Track
-    local: Pace
-    remote: Pace
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """The regions of one box: where they start, and the dimensions of a granule in them."""
-
-    lane: _Lane
-    local: Ints
-    remote: Ints
-    dims: tuple[Dim, ...]
-    token: Dim
-    itemsize: int
-
-    def runs(self, tokens: int) -> tuple[Ints, Ints, Ints]:
-        """The runs of `tokens` tokens of every region, as if in slot 0 of block 0."""
-        token = self.token._replace(extent=tokens if self.lane.track.tokenwise else 1)
-        local, remote, length = box_runs((*self.dims, token), self.itemsize)
-        if len(local) * len(self.local) > MAX_TEMPLATES:
-            raise UnsupportedGeometry(
-                f"the two layouts have only runs of {length} bytes in common, "
-                f"{len(local) * len(self.local)} for each granule of tokens"
-            )
-        flat_local = (self.local[:, None] + local).ravel()
-        flat_remote = (self.remote[:, None] + remote).ravel()
-        return flat_local, flat_remote, np.full(len(flat_local), length, dtype=np.int64)
-
-    def piece(self, place: Place) -> tuple[Ints, Ints, Ints]:
-        """The runs of a part of one granule."""
-        local, remote, length = self.runs(place.end - place.begin)
-        local += (
-            place.local_block * self.lane.local.block_stride
-            + place.local_slot * self.lane.local.slot_stride
-            + place.begin * self.token.local
-        )
-        remote += (
-            place.remote_block * self.lane.remote.block_stride
-            + place.remote_slot * self.lane.remote.slot_stride
-            + place.begin * self.token.remote
-        )
-        return local, remote, length
-
-
-@dataclass(frozen=True)
 class _Templates:
     """The runs of one lane, and where their rows start in the two prepared lists."""
 
-    lane: _Lane
+    lane: Lane
     length: Ints
     local: Numbering
     remote: Numbering
@@ -117,24 +68,38 @@ class _Templates:
         )
         return even
 
+    def entries(self, granules: Granules) -> tuple[Entries, Entries]:
+        """The local and remote entries of each (whole) granule, from a run's first one."""
+        return (
+            self.local.entries(granules.local_block, granules.local_slot),
+            self.remote.entries(granules.remote_block, granules.remote_slot),
+        )
+
+    def merged(self, local: Entries, remote: Entries) -> int:
+        """Descriptors left of such entries, of all runs, after NIXL has merged neighbours."""
+        breaks = int(((np.diff(local) != 1) | (np.diff(remote) != 1)).sum())
+        dense = int(self.dense.sum())
+        return dense * (1 + breaks) + (len(self.length) - dense) * len(local)
+
 
 class ReadPlan:
     """How to read one assignment: see `make_plan`.
 
     local_rows, remote_rows: uint64, N x 5 (address, bytes, device, stride, count): NIXL's strided
     prepared lists. N may differ between the two; entries picked together have equal lengths.
+    grids: what the boxes of the assignment are, in their order.
     """
 
     def __init__(
         self,
-        grids: Sequence[_Grid],
+        grids: Sequence[Grid],
         templates: Sequence[_Templates],
         local_rows: npt.NDArray[np.uint64],
         remote_rows: npt.NDArray[np.uint64],
     ) -> None:
         self.local_rows = local_rows
         self.remote_rows = remote_rows
-        self._grids = grids
+        self.grids = grids
         self._templates = templates
 
     @property
@@ -160,14 +125,28 @@ class ReadPlan:
         they may be longer than needed. Raises `BlockRangeError` naming the id, the list or the
         tokens that do not fit, and `UnsupportedGeometry` for a selection in absurdly many pieces.
         """
+        return self.pick(self.locate(local_blocks, remote_blocks, start_token, num_tokens))
+
+    def locate(
+        self,
+        local_blocks: BlockTables,
+        remote_blocks: BlockTables,
+        start_token: int,
+        num_tokens: int,
+    ) -> dict[Track, Granules]:
+        """The first half of `select`: where the tokens lie, checked."""
         if not 0 <= start_token <= num_tokens:
             raise BlockRangeError(f"tokens [{start_token}, {num_tokens}) are not a range")
-        found: dict[Track, Granules] = {}
-        for grid in self._grids:
-            track = grid.lane.track
-            if track not in found:
-                found[track] = track.select(local_blocks, remote_blocks, start_token, num_tokens)
-        entries = sum(len(t.length) * len(found[t.lane.track].local_block) for t in self._templates)
+        tracks = dict.fromkeys(grid.lane.track for grid in self.grids)
+        return {
+            track: track.select(local_blocks, remote_blocks, start_token, num_tokens)
+            for track in tracks
+        }
+
+    def pick(self, found: Mapping[Track, Granules]) -> Selection:
+        """The second half of `select`; tracks that are not in `found` are left out."""
+        chosen = [(t, found[t.lane.track]) for t in self._templates if t.lane.track in found]
+        entries = sum(len(t.length) * len(granules.local_block) for t, granules in chosen)
         if entries > MAX_DESCRIPTORS:
             raise UnsupportedGeometry(
                 f"{entries} pieces of {self.shortest_run} to {self.longest_run} bytes, the limit "
@@ -176,13 +155,11 @@ class ReadPlan:
         local_index = np.empty(entries, dtype=np.int32)
         remote_index = np.empty(entries, dtype=np.int32)
         nbytes = descriptors = done = 0
-        for templates in self._templates:
-            granules = found[templates.lane.track]
+        for templates, granules in chosen:
             count = len(granules.local_block)
             if not count:
                 continue
-            local = templates.local.entries(granules.local_block, granules.local_slot)
-            remote = templates.remote.entries(granules.remote_block, granules.remote_slot)
+            local, remote = templates.entries(granules)
             end = done + count * len(templates.length)
             shape = (len(templates.length), count)
             np.add(
@@ -197,9 +174,7 @@ class ReadPlan:
             )
             done = end
             nbytes += int(templates.length.sum()) * count
-            breaks = (np.diff(local) != 1) | (np.diff(remote) != 1)
-            dense = int(templates.dense.sum())
-            descriptors += dense * (1 + int(breaks.sum())) + (len(templates.length) - dense) * count
+            descriptors += templates.merged(local, remote)
         extra = self._extra(found)
         return Selection(
             local_index,
@@ -209,9 +184,28 @@ class ReadPlan:
             descriptors + len(extra),
         )
 
-    def _extra(self, found: dict[Track, Granules]) -> npt.NDArray[np.uint64]:
+    def measure(self, track: Track, granules: Granules) -> tuple[int, int]:
+        """Bytes and descriptors of `pick({track: granules})`, without its index arrays."""
+        extra = self._extra({track: granules})
+        nbytes, descriptors = int(extra[:, 2].sum()), len(extra)
+        count = len(granules.local_block)
+        for templates in self._templates:
+            if templates.lane.track == track and count:
+                nbytes += int(templates.length.sum()) * count
+                descriptors += templates.merged(*templates.entries(granules))
+        return nbytes, descriptors
+
+    def per_granule(self, track: Track) -> tuple[int, int]:
+        """Bytes and runs of one granule of a track, before neighbours merge."""
+        lengths = [t.length for t in self._templates if t.lane.track == track]
+        return sum(int(length.sum()) for length in lengths), sum(map(len, lengths))
+
+    def _extra(self, found: Mapping[Track, Granules]) -> npt.NDArray[np.uint64]:
         pieces = [
-            grid.piece(place) for grid in self._grids for place in found[grid.lane.track].partial
+            grid.piece(place)
+            for grid in self.grids
+            if grid.lane.track in found
+            for place in found[grid.lane.track].partial
         ]
         if not pieces:
             return np.zeros((0, 3), dtype=np.uint64)
@@ -225,8 +219,8 @@ def make_plan(local: RankLayout, remote: RankLayout, assignment: Assignment) -> 
     Raises `UnsupportedGeometry` when the layouts have so little in common that the prepared lists
     would be absurd.
     """
-    grids = [_grid(local, remote, box) for box in assignment.boxes]
-    lanes: dict[_Lane, list[tuple[Ints, Ints, Ints]]] = {}
+    grids = [make_grid(local, remote, box) for box in assignment.boxes]
+    lanes: dict[Lane, list[tuple[Ints, Ints, Ints]]] = {}
     total = 0
     for grid in grids:
         runs = grid.runs(grid.lane.track.granule)
@@ -255,44 +249,3 @@ def make_plan(local: RankLayout, remote: RankLayout, assignment: Assignment) -> 
     raise UnsupportedGeometry(
         f"the cache has {entries} pieces, the limit of a prepared list is {MAX_ENTRIES}"
     )
-
-
-def _grid(local: RankLayout, remote: RankLayout, box: Box) -> _Grid:
-    ours, theirs = local.families[box.local_family], remote.families[box.remote_family]
-    track = Track(
-        Side.of("local", local.group(ours.group), ours),
-        Side.of("remote", remote.group(theirs.group), theirs),
-        ours.window,
-        ours.axis("token") is not None,
-    )
-    h0, h1 = box.heads
-    token, head = _pair(ours, theirs, "token"), _pair(ours, theirs, "head")
-    dims = [
-        _pair(ours, theirs, axis.name)
-        for axis in ours.axes
-        if axis.name not in ("block", "token", "head")
-    ]
-    dims.append(head._replace(extent=h1 - h0))
-    local_at = np.array(local.addresses(ours), dtype=np.int64)[list(box.local_regions)]
-    remote_at = np.array(remote.addresses(theirs), dtype=np.int64)[list(box.remote_regions)]
-    return _Grid(
-        _Lane(track, _pace(ours, track), _pace(theirs, track)),
-        local_at + (h0 - ours.heads[0]) * head.local,
-        remote_at + (h0 - theirs.heads[0]) * head.remote,
-        tuple(dims),
-        token,
-        ours.itemsize,
-    )
-
-
-def _pair(ours: Family, theirs: Family, name: str) -> Dim:
-    one = ours.axis(name) or Axis(name, 1, 0)
-    other = theirs.axis(name) or Axis(name, 1, 0)
-    return Dim(one.extent, one.stride, other.stride)
-
-
-def _pace(family: Family, track: Track) -> Pace:
-    slots = family.block_tokens // track.granule if track.tokenwise else 1
-    token = family.axis("token")
-    stride = token.stride * track.granule if token and slots > 1 else 0
-    return Pace(family.block.extent, family.block.stride, slots, stride)

@@ -35,10 +35,9 @@ Every mistake is a `ConfigError` that names the file and the key.
 
 from __future__ import annotations
 
-import difflib
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +60,7 @@ from kvagent.core.specs import (
     rank_heads,
 )
 from kvagent.errors import ConfigError, GeometryError
+from kvagent.planner.strict import check_choice, check_keys, convert
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -125,10 +125,10 @@ def read_description(path: str) -> Engine:
 
 def describe(values: Mapping[str, Any], path: str) -> Engine:
     """The engine of a parsed description; `path` is for messages, and its default name."""
-    _check_keys(values, _Description.__struct_fields__, path)
+    check_keys(values, _Description.__struct_fields__, path)
     if isinstance(values.get("model"), dict):
-        _check_keys(values["model"], ModelInfo.__struct_fields__, f"{path}: model")
-    described = _convert(dict(values), _Description, path)
+        check_keys(values["model"], ModelInfo.__struct_fields__, f"{path}: model")
+    described = convert(dict(values), _Description, path)
     name = described.engine or Path(path).stem
     for size in ("tp", "pp"):
         if not 1 <= getattr(described, size) <= MAX_RANKS:
@@ -187,14 +187,14 @@ def _place_layers(described: _Description, path: str) -> dict[str, int]:
 
 def split_name(layer: str) -> tuple[str, int | None, str]:
     """What stands before the last number of a layer's name, the number, and what stands after."""
-    found = re.fullmatch(r"(.*?)(0|[1-9][0-9]{0,8})([^0-9]*)", layer, re.DOTALL)
+    found = re.fullmatch(r"((?:.*[^0-9])?)(0|[1-9][0-9]{0,8})([^0-9]*)", layer, re.DOTALL)
     return (found[1], int(found[2]), found[3]) if found else (layer, None, "")
 
 
 def _layers(table: Mapping[str, Any], num_layers: int, where: str) -> list[str]:
     """The names of the layers of one `[[cache]]` table."""
     own = {key: value for key, value in table.items() if key in LAYER_KEYS}
-    named = _convert(own, _Layers, where)
+    named = convert(own, _Layers, where)
     if not isinstance(named.layers, str) or "{}" not in named.layers:
         for key in ("from", "to", "step"):
             if key in table:
@@ -231,9 +231,9 @@ def _stages(described: _Description, layers: list[str], path: str) -> list[list[
 
 def _spec(table: Mapping[str, Any], info: WorkerInfo, where: str) -> CacheSpec:
     """The spec of one rank from a `[[cache]]` table."""
-    kind = _choice(table["kind"], KINDS, f"{where}.kind")
+    kind = check_choice(table["kind"], KINDS, f"{where}.kind")
     spec_type = KINDS[kind]
-    _check_keys(table, [*LAYER_KEYS, *spec_type.__struct_fields__], where)
+    check_keys(table, [*LAYER_KEYS, *spec_type.__struct_fields__], where)
     fields = {key: value for key, value in table.items() if key not in LAYER_KEYS}
     if "tokens" in fields:
         fields["tokens"] = _token_shard(fields["tokens"], info, f"{where}.tokens")
@@ -249,8 +249,8 @@ def _spec(table: Mapping[str, Any], info: WorkerInfo, where: str) -> CacheSpec:
             for place, part in enumerate(_list_of_tables(fields["conv"], f"{where}.conv"))
         ]
     if isinstance(fields.get("scales"), dict):
-        _check_keys(fields["scales"], ScaleSpec.__struct_fields__, f"{where}.scales")
-    spec: CacheSpec = _convert({"type": kind, **fields}, spec_type, where)
+        check_keys(fields["scales"], ScaleSpec.__struct_fields__, f"{where}.scales")
+    spec: CacheSpec = convert({"type": kind, **fields}, spec_type, where)
     return spec
 
 
@@ -258,15 +258,15 @@ def _token_shard(value: Any, info: WorkerInfo, where: str) -> dict[str, int]:
     keys = [key for key in TokenShard.__struct_fields__ if key != "rank"]
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: must be a table of {', '.join(keys)}")
-    _check_keys(value, keys, where)
-    size = _convert(value, TokenShard, where).size
+    check_keys(value, keys, where)
+    size = convert(value, TokenShard, where).size
     if info.tp_size % size:
         raise ConfigError(f"{where}.size: tp {info.tp_size} is not a multiple of {size}")
     return {"size": size, **value, "rank": info.tp_rank % size}
 
 
 def _conv_part(table: dict[str, Any], info: WorkerInfo, where: str) -> dict[str, Any]:
-    _check_keys(table, ConvPart.__struct_fields__, where)
+    check_keys(table, ConvPart.__struct_fields__, where)
     if "held" in table:
         table = table | {"held": _of_rank(table["held"], info, f"{where}.held")}
     return table
@@ -285,33 +285,3 @@ def _of_rank(value: Any, info: WorkerInfo, where: str) -> Any:
             raise ConfigError(f"{where}: {len(value)} ranges for {info.tp_size} ranks")
         return value[info.tp_rank]
     return value
-
-
-def _check_keys(table: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    for key in table:
-        if key not in known:
-            raise ConfigError(f"{where}: unknown key {key!r}{_hint(key, known)}")
-
-
-def _choice(value: str, known: Collection[str], where: str) -> str:
-    if value not in known:
-        raise ConfigError(f"{where}: {value!r} is none of {', '.join(known)}{_hint(value, known)}")
-    return value
-
-
-def _hint(word: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(word, known, 1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _convert(value: Any, kind: type[Any], where: str) -> Any:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        found = re.fullmatch(r"(.*) - at `\$\.?(.*)`", text, re.DOTALL)
-        what, key = found.groups() if found else (text, "")
-        place = f"{where}.{key}" if key else where
-        raise ConfigError(f"{place}: {what[0].lower()}{what[1:]}") from error
-    except GeometryError as error:
-        raise ConfigError(f"{where}: {error}") from error

@@ -11,9 +11,10 @@ from __future__ import annotations
 import colorsys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
-from xml.sax.saxutils import escape
 
-from kvagent.planner.report import Piece, Place, PlanReport, Rank, Read, Side
+from kvagent.planner.canvas import INK, Canvas
+from kvagent.planner.maps import Area, Maps
+from kvagent.planner.report import Place, PlanReport, Rank, Read, Side
 from kvagent.planner.words import head_words, layer_words, size_words, span_words
 
 __all__ = ["plan_svg"]
@@ -33,69 +34,9 @@ MAX_LINK, MIN_LINK = 40, 1.5
 MAX_WORDS = 35
 """Characters in a line of a box."""
 
-INK, MUTED, FRAME, EMPTY, PAPER = "#1b1f24", "#57606a", "#c4cad1", "#eceff2", "#ffffff"
-IDLE = "#a8b0b9"
+MUTED, FRAME, EMPTY, PAPER, IDLE = "#57606a", "#c4cad1", "#eceff2", "#ffffff", "#a8b0b9"
 
 Colours = dict[Place, str]
-
-
-class _Area(NamedTuple):
-    """A rectangle of a map, in fractions of its width and height."""
-
-    left: float
-    right: float
-    top: float
-    bottom: float
-
-    def part(self, number: int, count: int) -> _Area:
-        """One of `count` upright slices."""
-        step = (self.right - self.left) / count
-        return self._replace(left=self.left + number * step, right=self.left + (number + 1) * step)
-
-
-class _Canvas:
-    """SVG elements in the order of drawing."""
-
-    def __init__(self) -> None:
-        self.elements: list[str] = []
-
-    def rect(
-        self, x: float, y: float, width: float, height: float, fill: str, stroke: str = "none"
-    ) -> None:
-        self.elements.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
-            f'fill="{fill}" stroke="{stroke}"/>'
-        )
-
-    def text(
-        self, x: float, y: float, words: str, *, size: int = 12, fill: str = INK, style: str = ""
-    ) -> None:
-        shown = escape("".join(char if char.isprintable() else "?" for char in words))
-        self.elements.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}"'
-            f"{' ' if style else ''}{style}>{shown}</text>"
-        )
-
-    def link(
-        self, start: tuple[float, float], end: tuple[float, float], width: float, colour: str
-    ) -> None:
-        bend = (end[0] - start[0]) / 2
-        self.elements.append(
-            f'<path d="M{start[0]:.1f} {start[1]:.1f}C{start[0] + bend:.1f} {start[1]:.1f} '
-            f'{end[0] - bend:.1f} {end[1]:.1f} {end[0]:.1f} {end[1]:.1f}" fill="none" '
-            f'stroke="{colour}" stroke-opacity="0.7" stroke-width="{width:.2f}"/>'
-        )
-
-    def svg(self, width: float, height: float) -> str:
-        return "\n".join(
-            (
-                f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" '
-                f'height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}" '
-                'font-family="system-ui, DejaVu Sans, Helvetica, Arial, sans-serif">',
-                *self.elements,
-                "</svg>\n",
-            )
-        )
 
 
 BOLD = 'font-weight="bold"'
@@ -111,12 +52,12 @@ def plan_svg(report: PlanReport) -> str:
         **{("producer", place): y for place, y in _tops(report.producer, height - left).items()},
         **{("consumer", place): y for place, y in _tops(report.consumer, height - right).items()},
     }
-    canvas = _Canvas()
+    canvas = Canvas()
     total = TOP + height + LEGEND_HEIGHT
     canvas.rect(0, 0, WIDTH, total, PAPER)
     _draw_title(canvas, report)
     scale = _draw_links(canvas, report, tops, colours)
-    maps = _Maps(report)
+    maps = Maps(report)
     for rank in report.producer.ranks:
         reads = [read for read in report.reads if read.producer == rank.place]
         box = _Box(MARGIN, tops["producer", rank.place], rank, reads, producer=True)
@@ -172,59 +113,6 @@ def _colours(report: PlanReport) -> Colours:
     return colours
 
 
-# ---------------------------------------------------------------- maps
-
-
-class _Maps:
-    """Where pieces lie in the map. Of a layer's parts, those with the most heads are shown."""
-
-    def __init__(self, report: PlanReport) -> None:
-        ranks = (*report.consumer.ranks, *report.producer.ranks)
-        pieces = [piece for rank in ranks for piece in rank.pieces]
-        layers = dict.fromkeys(layer for rank in ranks for layer in rank.layers)
-        self._places = {layer: number for number, layer in enumerate(layers)}
-        self._heads: dict[str, int] = {}
-        for piece in pieces:
-            for layer in piece.layers:
-                self._heads[layer] = max(self._heads.get(layer, 1), piece.num_heads)
-
-    def held(self, rank: Rank) -> list[_Area]:
-        """What a rank holds."""
-        return [
-            self._shard(rank, area)
-            for area in dict.fromkeys(a for piece in rank.pieces for a in self._areas(piece))
-        ]
-
-    def received(self, rank: Rank, reads: Iterable[Read]) -> list[tuple[Place, _Area]]:
-        """What a rank gets, by where from. Several sources of one area share it in slices."""
-        sources: dict[_Area, list[Place]] = {}
-        for read in reads:
-            for area in dict.fromkeys(a for piece in read.pieces for a in self._areas(piece)):
-                sources.setdefault(area, []).append(read.producer)
-        return [
-            (place, self._shard(rank, area).part(number, len(places)))
-            for area, places in sources.items()
-            for number, place in enumerate(places)
-        ]
-
-    def _shard(self, rank: Rank, area: _Area) -> _Area:
-        return area.part(rank.tokens[0].rank, rank.tokens[0].size) if rank.tokens else area
-
-    def _areas(self, piece: Piece) -> list[_Area]:
-        spans: list[list[int]] = []
-        for layer in sorted(piece.layers, key=self._places.__getitem__):
-            place = self._places[layer]
-            if self._heads[layer] != piece.num_heads:
-                continue
-            if spans and spans[-1][1] == place:
-                spans[-1][1] += 1
-            else:
-                spans.append([place, place + 1])
-        left, right = (head / piece.num_heads for head in piece.heads)
-        number = len(self._places)
-        return [_Area(left, right, top / number, bottom / number) for top, bottom in spans]
-
-
 # ---------------------------------------------------------------- drawing
 
 
@@ -251,7 +139,7 @@ class _Box(NamedTuple):
         return f"{'serves' if self.producer else 'reads'} {nbytes}"
 
 
-def _draw_title(canvas: _Canvas, report: PlanReport) -> None:
+def _draw_title(canvas: Canvas, report: PlanReport) -> None:
     producer, consumer = report.producer, report.consumer
     canvas.text(
         MARGIN, 40, f"{producer.engine} \N{RIGHTWARDS ARROW} {consumer.engine}", size=22, style=BOLD
@@ -271,7 +159,7 @@ def _draw_title(canvas: _Canvas, report: PlanReport) -> None:
         canvas.text(x, TOP - 14, words, size=14, style=BOLD)
 
 
-def _draw_box(canvas: _Canvas, box: _Box, filled: Iterable[tuple[str, _Area]]) -> None:
+def _draw_box(canvas: Canvas, box: _Box, filled: Iterable[tuple[str, Area]]) -> None:
     canvas.rect(box.x, box.y, BOX_WIDTH, BOX_HEIGHT, PAPER, FRAME)
     # The maps stand on the side of the links.
     inset = BOX_WIDTH - STRIPE - 9 - MAP_WIDTH if box.producer else 9
@@ -285,7 +173,7 @@ def _draw_box(canvas: _Canvas, box: _Box, filled: Iterable[tuple[str, _Area]]) -
         canvas.text(x, box.y + 39 + 17 * number, _short(words), fill=INK)
 
 
-def _draw_map(canvas: _Canvas, x: float, y: float, filled: Iterable[tuple[str, _Area]]) -> None:
+def _draw_map(canvas: Canvas, x: float, y: float, filled: Iterable[tuple[str, Area]]) -> None:
     canvas.rect(x, y, MAP_WIDTH, MAP_HEIGHT, EMPTY)
     for colour, area in filled:
         canvas.rect(
@@ -299,7 +187,7 @@ def _draw_map(canvas: _Canvas, x: float, y: float, filled: Iterable[tuple[str, _
 
 
 def _draw_links(
-    canvas: _Canvas,
+    canvas: Canvas,
     report: PlanReport,
     tops: dict[tuple[str, Place], float],
     colours: Colours,
@@ -342,9 +230,9 @@ def _ports(
     return heights
 
 
-def _draw_legend(canvas: _Canvas, report: PlanReport, y: float, scale: float) -> None:
+def _draw_legend(canvas: Canvas, report: PlanReport, y: float, scale: float) -> None:
     canvas.text(MARGIN, y, "Legend", size=14, style=BOLD)
-    example = _Area(0.25, 0.5, 0.0, 0.5)
+    example = Area(0.25, 0.5, 0.0, 0.5)
     _draw_map(canvas, MARGIN, y + 14, [(MUTED, example)])
     x = MARGIN + MAP_WIDTH + 14
     for number, words in enumerate(

@@ -32,7 +32,11 @@ def show_plan(
     """
     read = fetch_status if from_status else read_description
     report = plan_report(read(producer), read(consumer), num_tokens, start_token)
-    print(msgspec.json.encode(report).decode() if as_json else plan_text(report))
+    if as_json:
+        totals = {"works": report.works, "nbytes": report.nbytes}
+        print(msgspec.json.encode(totals | msgspec.structs.asdict(report)).decode())
+    else:
+        print(plan_text(report))
     if svg is not None and report.works:
         try:
             Path(svg).write_text(plan_svg(report), encoding="utf-8")

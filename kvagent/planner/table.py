@@ -75,7 +75,7 @@ def _reads(report: PlanReport) -> list[str]:
     lines = [
         *_aligned([HEADINGS, *rows]),
         "",
-        f"{size_words(report.nbytes)} between {len(report.reads)} pairs of ranks",
+        f"{size_words(report.nbytes)} in all; pairs of ranks: {len(report.reads)}",
         "runs: descriptors after merging, and the bytes of each; contiguous: block tables that "
         "count up;",
         "fragmented: no two blocks are neighbours",

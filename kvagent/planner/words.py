@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvagent.planner.describe import split_name
-from kvagent.planner.report import Piece, Runs
+from kvagent.planner.report import Piece
+from kvagent.planner.runs import Runs
 
 __all__ = ["head_words", "layer_words", "run_words", "size_words", "span_words"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import event, given
 from oracle import Case, Truth, build_side, cases, merged_count, run, transfers, write
 
@@ -11,6 +12,7 @@ from kvagent.core.layout import RankLayout
 from kvagent.core.plan import assign, make_plan
 
 
+@pytest.mark.timeout(900)
 @given(cases())
 def test_every_byte_is_right(case: Case) -> None:
     rng = np.random.default_rng(case.seed)

@@ -1,0 +1,689 @@
+"""Whole sidecars over the loopback fabric: good transfers, and every way for one to fail.
+
+The tables and the fabric have tests of their own; here is what happens between them.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvagent import EngineClient, ModelInfo, WorkerClient, WorkerInfo
+from kvagent.errors import AgentError, DrainingError
+from kvagent.wire.messages import Claim, Complete, Hello, Meet, Renew
+from tests.harness import NHD, Engine, random_fill
+from tests.loopback import LONG, LoopbackSidecar, Stage
+
+REMOTE, LOCAL = [7, 8, 9], [1, 2, 3]
+TOKENS = 12
+QUIET = 0.3
+"""Seconds in which something must not happen."""
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    made = Stage()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def engines(stage: Stage) -> Iterator[Callable[..., Engine]]:
+    """Makes an engine of `tp` ranks; keyword arguments are the sidecars' settings."""
+    made: list[Engine] = []
+
+    def make(engine_id: str, tp: int = 1, of: dict[str, Any] | None = None, **kw: Any) -> Engine:
+        sidecars = stage.sidecars(tp, **kw)
+        made.append(Engine(sidecars, engine_id, fill=random_fill(len(made)), **(of or {})))  # type: ignore[arg-type]
+        made[-1].sidecars = sidecars  # type: ignore[attr-defined]
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def sidecar(engine: Engine, rank: int = 0) -> LoopbackSidecar:
+    return engine.sidecars[rank]  # type: ignore[attr-defined, no-any-return]
+
+
+def offer(producer: Engine, name: str) -> dict[str, Any]:
+    return producer.client.offer(name, REMOTE, TOKENS)
+
+
+def same(producer: Engine, consumer: Engine, start: int = 0) -> bool:
+    return all(
+        producer.tokens(layer, REMOTE, head)[:, start:TOKENS].equal(
+            consumer.tokens(layer, LOCAL, head)[:, start:TOKENS]
+        )
+        for layer in producer.caches[0]
+        for head in range(producer.heads)
+    )
+
+
+def good(producer: Engine, consumer: Engine, name: str, start: int = 0) -> None:
+    for cache in producer.caches:
+        for tensor in cache.values():
+            tensor += 1.0  # every transfer has other bytes
+    ticket = offer(producer, name)
+    consumer.client.fetch(name, ticket, LOCAL, start)
+    assert consumer.received(name, LONG) is None
+    assert same(producer, consumer, start)
+    producer.sent(name, LONG)
+
+
+def failed(consumer: Engine, name: str, ticket: dict[str, Any], local: list[int] = LOCAL) -> str:
+    """The cause of the failure; the blocks must be among the invalid ones."""
+    consumer.client.fetch(name, ticket, local)
+    return end(consumer, name, local)
+
+
+def end(consumer: Engine, name: str, local: list[int] = LOCAL) -> str:
+    out = consumer.until(lambda o: name in (o.finished_recving or ()), LONG)
+    assert set(local) <= out.invalid_block_ids
+    assert out.kv_connector_stats is None or name not in out.kv_connector_stats["fetches"]
+    return out.failed_recving[name]
+
+
+def quiet(engine: Engine, seconds: float = QUIET) -> None:
+    """Nothing is reported for a while."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        assert engine.client.step().is_empty()
+        time.sleep(0.01)
+
+
+def wait_for(true: Callable[[], object], what: str) -> None:
+    until = time.monotonic() + LONG
+    while not true():
+        assert time.monotonic() < until, what
+        time.sleep(0.005)
+
+
+def at_rest(*engines: Engine) -> None:
+    """Nothing is held, read, waited for or kept on either side."""
+
+    def busy() -> list[str]:
+        found = []
+        for engine in engines:
+            leader = sidecar(engine).agent.leader
+            counts = leader.leases.counts()
+            found += [f"{k}={v}" for k, v in counts.items() if v and k != "tombstones"]
+            found += [f"fetch {k}={v}" for k, v in leader.fetches.counts().items() if v]
+            found += [] if not len(leader.outbox) else ["outbox"]
+            found += [f"running {r}" for r in leader.borrower._running.values()]
+            found += [f"tasks {t}" for t in leader.borrower._tasks]
+            found += [f"parked {p}" for p in leader.lender._parked]
+            found += ["aggregator"] if leader.borrower._aggregator.num_counting else []  # type: ignore[union-attr]
+            for one in engine.sidecars:  # type: ignore[attr-defined]
+                found += ["reading"] if one.agent.rank.reading() else []
+                found += [f"call {t}" for t in one.agent.peers._tasks]
+                found += ["user" for s in one.agent.rank.peers.sessions() if s.users]
+        return found
+
+    stage = sidecar(engines[0]).stage
+    until = time.monotonic() + LONG
+    while problems := stage.call(busy):
+        for engine in engines:
+            engine.seen.append(engine.client.step())
+        assert time.monotonic() < until, problems
+        time.sleep(0.02)
+
+
+Engines = Callable[..., Engine]
+
+
+# ---------------------------------------------------------------- good
+
+
+@pytest.mark.parametrize(("producer_tp", "consumer_tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
+def test_good(engines: Engines, producer_tp: int, consumer_tp: int) -> None:
+    producer, consumer = engines("prefill", producer_tp), engines("decode", consumer_tp)
+    good(producer, consumer, "whole")
+    good(producer, consumer, "partial", start=5)
+    good(consumer, producer, "back")
+    stats = consumer.seen[0].kv_connector_stats["fetches"]["whole"]
+    assert stats["bytes"] == TOKENS * 4 * 8 * 4 * 2 * 2  # heads, head_size, float32, kv, layers
+    at_rest(producer, consumer)
+
+
+def test_many_at_once(engines: Engines) -> None:
+    producer, consumer = engines("prefill", 2), engines("decode", 2, of={"axes": NHD})
+    names = [f"r{i}" for i in range(30)]
+    for name in names:
+        consumer.client.fetch(name, offer(producer, name), LOCAL)
+    ends: set[str] = set()
+    while len(ends) < len(names):
+        out = consumer.until(lambda o: bool(o.finished_recving), LONG)
+        assert not out.failed_recving
+        assert not ends & (out.finished_recving or set())
+        ends |= out.finished_recving or set()
+    assert same(producer, consumer)
+    at_rest(producer, consumer)
+
+
+def test_many_in_turn_leave_nothing(engines: Engines) -> None:
+    producer, consumer = engines("prefill"), engines("decode", 2)
+    for i in range(300):
+        name = f"r{i}"
+        consumer.client.fetch(name, offer(producer, name), LOCAL)
+        assert consumer.received(name, LONG) is None
+        producer.sent(name, LONG)
+        producer.seen.clear()
+        consumer.seen.clear()
+    at_rest(producer, consumer)
+    ranks = [one.agent.rank for one in consumer.sidecars]  # type: ignore[attr-defined]
+    for rank in ranks:
+        assert len(rank._parts) == 300
+        sidecar(consumer).stage.call(lambda rank=rank: rank.sweep(time.monotonic() + 61))  # type: ignore[misc]
+        assert not rank._parts
+        assert rank.peers.handshakes == 1
+        assert len(rank.fabric._handles) == 2
+        assert not rank.fabric._active
+    leases = sidecar(producer).agent.leader.leases
+    assert leases.counts()["tombstones"] == 300
+    leases.sweep(time.monotonic() + 3600)
+    assert leases.counts()["tombstones"] == 0
+    assert not leases._by_request
+    assert not producer.client._offered
+    assert not consumer.client._fetching
+
+
+def test_no_news(engines: Engines) -> None:
+    """A step without news sends nothing and takes next to no time."""
+    client = engines("idle").client
+    sent: list[object] = []
+    client._send = sent.append
+    began = time.perf_counter()
+    for _ in range(1000):
+        assert client.step().is_empty()
+    assert time.perf_counter() - began < 1
+    assert not sent
+
+
+# ---------------------------------------------------------------- tickets that are no good
+
+
+def test_used_twice(engines: Engines) -> None:
+    producer, consumer = engines("prefill", 2), engines("decode")
+    ticket = offer(producer, "first")
+    consumer.client.fetch("first", ticket, LOCAL)
+    assert consumer.received("first") is None
+    assert failed(consumer, "second", ticket).startswith("used:")
+    at_rest(producer, consumer)
+
+
+def test_used_by_two_at_once(engines: Engines) -> None:
+    producer = engines("prefill")
+    consumers = [engines("decode-0"), engines("decode-1")]
+    ticket = offer(producer, "r")
+    for consumer in consumers:
+        consumer.client.fetch("r", ticket, LOCAL)
+    ends = [consumer.received("r", LONG) for consumer in consumers]
+    assert sorted((cause or "good").split(":")[0] for cause in ends) == ["good", "used"]
+    at_rest(producer, *consumers)
+
+
+def changed(ticket: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    other = copy.deepcopy(ticket)
+    for name, value in changes.items():
+        (other["kvagent"] if name in other["kvagent"] else other)[name] = value
+    return other
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"transfer_id": "0" * 32}, "unknown:"),
+        ({"token": "0" * 32}, "forbidden:"),
+        ({"remote_block_ids": [7, 8, 10]}, "mismatch:"),
+        ({"remote_block_ids": [[7, 8], [9]]}, "mismatch:"),
+        ({"remote_engine_id": "somebody"}, "handshake: wrong_engine"),
+        ({"epoch": "past.1"}, "peer_restarted:"),
+    ],
+)
+def test_tampered(engines: Engines, changes: dict[str, Any], cause: str) -> None:
+    producer, consumer = engines("prefill", 2), engines("decode")
+    ticket = offer(producer, "r")
+    assert failed(consumer, "r", changed(ticket, **changes)).startswith(cause)
+    good(producer, consumer, "next")
+
+
+def test_block_ids_out_of_range(engines: Engines) -> None:
+    """Checked before anything is read: what is there stays."""
+    producer, consumer = engines("prefill", 2), engines("decode", 2)
+    before = copy.deepcopy(consumer.caches)
+    assert failed(consumer, "l", offer(producer, "l"), [1, 2, 32]).startswith("block_range:")
+    assert failed(consumer, "s", offer(producer, "s"), [1, 2]).startswith("block_range:")
+    ticket = producer.client.offer("r", [7, 8, 10**6], TOKENS)
+    assert failed(consumer, "r", ticket).startswith("block_range:")
+    ticket = producer.client.offer("t", REMOTE, TOKENS + 1)
+    assert failed(consumer, "t", ticket, [1, 2, 3, 4]).startswith("block_range:")
+    for caches, old in zip(consumer.caches, before, strict=True):
+        assert all(caches[layer].equal(old[layer]) for layer in caches)
+    for name in "lsrt":
+        producer.sent(name)  # at once: the ticket is given up
+    at_rest(producer, consumer)
+
+
+def test_dialling_oneself(engines: Engines) -> None:
+    producer, consumer = engines("prefill"), engines("decode")
+    host, port = consumer.workers[0].endpoint.split(":")
+    ticket = changed(offer(producer, "r"), remote_host=host, remote_port=int(port))
+    cause = failed(consumer, "r", ticket)
+    assert "you dialled yourself at" in cause
+    assert consumer.workers[0].endpoint in cause
+    ticket = consumer.client.offer("own", LOCAL, TOKENS)
+    assert "give each engine an id of its own" in failed(consumer, "own", ticket)
+
+
+@pytest.mark.parametrize("host", ["no such host", "no-such-host.invalid", "127.0.0.1"])
+def test_nobody_there(engines: Engines, host: str) -> None:
+    producer, consumer = engines("prefill"), engines("decode", handshake_timeout=0.5)
+    ticket = changed(offer(producer, "r"), remote_host=host, remote_port=1)
+    assert failed(consumer, "r", ticket).split(":")[0] in ("peer_gone", "handshake")
+    consumer.client.release(changed(ticket, remote_host=host))
+    good(producer, consumer, "next")
+
+
+def test_fingerprints_that_differ(engines: Engines) -> None:
+    producer = engines("prefill", of={"model": ModelInfo(name="m", revision="old", num_layers=2)})
+    consumer = engines("decode", of={"model": ModelInfo(name="m", revision="new", num_layers=2)})
+    cause = failed(consumer, "r", offer(producer, "r"))
+    assert cause.startswith("handshake: mismatch:")
+    assert "revision: old there, new here" in cause
+    other = engines("other", of={"head_size": 16, "model": ModelInfo(name="x", num_layers=2)})
+    cause = failed(other, "r", offer(producer, "s"))
+    assert "name: m there, x here" in cause
+    assert "head_size: 8 there, 16 here" in cause
+
+
+# ---------------------------------------------------------------- cancel, release, drop
+
+
+def test_release(engines: Engines) -> None:
+    producer, consumer = engines("prefill", 2), engines("decode")
+    ticket = offer(producer, "r")
+    consumer.client.release(ticket)
+    producer.sent("r", LONG)
+    consumer.client.release(ticket)  # again is no harm
+    assert failed(consumer, "r", ticket).startswith("released:")
+    at_rest(producer, consumer)
+
+
+def test_cancel_of_the_unknown(engines: Engines) -> None:
+    producer, consumer = engines("prefill"), engines("decode")
+    for engine in (producer, consumer):
+        engine.client.cancel("nobody")
+    good(producer, consumer, "r")
+    for engine in (producer, consumer):
+        engine.client.cancel("r")
+        quiet(engine)
+
+
+STAGES = [Hello, Meet, Claim, Complete]
+
+
+@pytest.mark.parametrize("at", STAGES, ids=lambda kind: kind.__name__)
+def test_consumer_cancels(engines: Engines, at: type) -> None:
+    producer, consumer = engines("prefill"), engines("decode", 2)
+    with sidecar(producer).holding(at) as reached:
+        consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+        assert reached()
+        consumer.client.cancel("r")
+        assert end(consumer, "r").startswith("cancelled: by the engine")
+        producer.sent("r", LONG)  # it is told at once, not by the lease
+    quiet(consumer)
+    good(producer, consumer, "next")
+    at_rest(producer, consumer)
+
+
+@pytest.mark.parametrize("at", STAGES, ids=lambda kind: kind.__name__)
+def test_producer_cancels(engines: Engines, at: type) -> None:
+    producer, consumer = engines("prefill"), engines("decode", 2)
+    with sidecar(producer).holding(at) as reached:
+        consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+        assert reached()
+        producer.client.cancel("r")
+        producer.sent("r", LONG)
+    assert end(consumer, "r").startswith("cancelled: the producer")
+    quiet(consumer)
+    good(producer, consumer, "next")
+    at_rest(producer, consumer)
+
+
+@pytest.mark.parametrize("side", ["producer", "consumer"])
+def test_cancel_while_reading_waits_for_what_is_in_flight(engines: Engines, side: str) -> None:
+    producer, consumer = engines("prefill"), engines("decode", 2, lease_seconds=1)
+    good(producer, consumer, "first")
+    sidecar(producer).hang()
+    consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+    wait_for(lambda: sidecar(producer).agent.leader.leases.counts()["claimed"], "not claimed")
+    {"producer": producer, "consumer": consumer}[side].client.cancel("r")
+    producer.sent("r", LONG)
+    quiet(consumer, 1.0)  # the producer's engine may go on; our blocks may still be written to
+    counts = sidecar(consumer).agent.leader.fetches.counts()
+    assert counts["draining"] == 1
+    assert counts["quarantined_blocks"] == len(LOCAL)
+    sidecar(producer).resume()
+    assert end(consumer, "r").startswith("cancelled:")
+    quiet(consumer)
+    good(producer, consumer, "next")
+    at_rest(producer, consumer)
+
+
+@pytest.mark.parametrize("at", [Hello, Meet, Claim], ids=lambda kind: kind.__name__)
+def test_drop_peer(engines: Engines, at: type) -> None:
+    producer, other, consumer = engines("prefill"), engines("other"), engines("decode", 2)
+    with sidecar(producer).holding(at) as reached:
+        consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+        assert reached()
+        consumer.client.drop_peer("prefill")
+        consumer.client.drop_peer("nobody")
+        assert end(consumer, "r") == "peer_dropped: engine prefill is gone"
+        good(other, consumer, "others")
+    good(producer, consumer, "next")  # it was not gone after all
+    at_rest(producer, other, consumer)
+
+
+def test_one_silent_peer_holds_up_nobody(engines: Engines) -> None:
+    producer, other = engines("prefill"), engines("other")
+    consumer = engines("decode", handshake_timeout=1.0)
+    with sidecar(producer).holding(Hello) as reached:
+        for i in range(3):
+            consumer.client.fetch(f"r{i}", offer(producer, f"r{i}"), LOCAL)
+        assert reached()
+        good(other, consumer, "others")
+        assert sidecar(consumer).agent.rank.peers.handshakes == 2  # one for each peer
+        causes: dict[str, str] = {}
+        while len(causes) < 3:
+            causes |= consumer.until(lambda o: bool(o.failed_recving), LONG).failed_recving
+    assert set(causes) == {"r0", "r1", "r2"}
+    assert all(cause.startswith("peer_gone:") for cause in causes.values())
+    good(producer, consumer, "next")
+
+
+# ---------------------------------------------------------------- leases
+
+
+def test_nobody_comes(engines: Engines) -> None:
+    producer, consumer = engines("prefill", lease_seconds=1), engines("decode")
+    ticket = offer(producer, "r")
+    producer.sent("r", LONG)
+    assert failed(consumer, "r", ticket).startswith("expired:")
+
+
+def test_a_slow_read_is_renewed(engines: Engines) -> None:
+    """Several leases long, and good: the sidecars' clocks renew, whatever the engines do."""
+    producer = engines("prefill", lease_seconds=1)
+    consumer = engines("decode", 2, lease_seconds=1)
+    sidecar(producer).hang()
+    ticket = offer(producer, "r")
+    consumer.client.fetch("r", ticket, LOCAL)
+    quiet(producer, 3.5)
+    sidecar(producer).resume()
+    assert consumer.received("r", LONG) is None
+    assert same(producer, consumer)
+    producer.sent("r", LONG)
+    at_rest(producer, consumer)
+
+
+@pytest.mark.parametrize("how", ["no renewal comes", "renewals are not answered"])
+def test_a_lease_that_ran_out_while_reading(engines: Engines, how: str) -> None:
+    producer = engines("prefill", lease_seconds=1)
+    consumer = engines("decode", 2, lease_seconds=1)
+    good(producer, consumer, "first")
+    if how == "no renewal comes":
+        sidecar(consumer).agent.leader.borrower._next_renewal = float("inf")
+    with sidecar(producer).holding(Renew):
+        sidecar(producer).hang()
+        consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+        producer.sent("r", LONG)
+        for tensor in producer.caches[0].values():
+            tensor.fill_(-1.0)  # the blocks are used again
+        sidecar(producer).resume()
+        assert end(consumer, "r").startswith("expired:")
+    at_rest(producer, consumer)
+
+
+def test_memory_that_changed_while_reading(engines: Engines) -> None:
+    """All bytes have come, but the producer's engine started afresh before it said so."""
+    producer, consumer = engines("prefill"), engines("decode")
+    with sidecar(producer).holding(Complete) as reached:
+        consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+        assert reached()
+        sidecar(producer).stage.call(sidecar(producer).agent.leader.lender.revoke_all)
+    assert end(consumer, "r").startswith("revoked:")
+
+
+def test_a_claim_that_is_given_up_before_its_offer_comes(engines: Engines) -> None:
+    """Nothing waits for an answer any more, at the producer either."""
+    producer, consumer = engines("prefill"), engines("decode")
+    good(producer, consumer, "first")
+    ticket = changed(offer(producer, "r"), transfer_id="1" * 32)
+    consumer.client.fetch("r", ticket, LOCAL)
+    leases = sidecar(producer).agent.leader.leases
+    wait_for(lambda: leases.counts()["parked"], "the claim was not parked")
+    consumer.client.cancel("r")
+    assert end(consumer, "r").startswith("cancelled:")
+    producer.client.cancel("r")
+    producer.sent("r")
+    at_rest(producer, consumer)
+
+
+# ---------------------------------------------------------------- reads that fail
+
+
+def test_a_read_that_fails(engines: Engines) -> None:
+    producer, consumer = engines("prefill", 2), engines("decode")
+    sidecar(producer, 1).fabric.faults.fail = {1}
+    cause = failed(consumer, "r", offer(producer, "r"))
+    assert cause == "transport: read 1 was ordered to fail"
+    producer.sent("r", LONG)
+    good(producer, consumer, "next")
+    at_rest(producer, consumer)
+
+
+def test_a_peer_that_dies(engines: Engines) -> None:
+    producer, other, consumer = engines("prefill"), engines("other"), engines("decode", 2)
+    sidecar(producer).hang()
+    consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+    wait_for(lambda: sidecar(producer).agent.leader.leases.counts()["claimed"], "not claimed")
+    stage = sidecar(producer).stage
+    stage.call(sidecar(producer).fabric.die)
+    assert end(consumer, "r").startswith("peer_gone:")
+    assert failed(consumer, "again", offer(producer, "again")).startswith("peer_gone:")
+    good(other, consumer, "others")
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_failure_waits_for_the_sibling(engines: Engines, slow: int) -> None:
+    """One rank fails, the other still reads: reported once both can write no more."""
+    producer, consumer = engines("prefill", 2), engines("decode", 2)
+    good(producer, consumer, "first")
+    sidecar(producer, slow).hang()
+    sidecar(producer, 1 - slow).fabric.faults.fail = {2}
+    consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+    producer.sent("r", LONG)  # the producer is told at once
+    quiet(consumer, 0.5)
+    sidecar(producer, slow).resume()
+    assert end(consumer, "r") == "transport: read 2 was ordered to fail"
+    quiet(consumer)
+    good(producer, consumer, "next")
+    at_rest(producer, consumer)
+
+
+def test_a_hung_read_is_fenced_at_the_deadline(engines: Engines) -> None:
+    producer, other = engines("prefill"), engines("other")
+    consumer = engines("decode", 2, fetch_timeout=1.0, fence_seconds=0.5)
+    good(producer, consumer, "first")
+    sidecar(producer).hang()
+    began = time.monotonic()
+    consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+    good(other, consumer, "meanwhile")
+    assert end(consumer, "r") == "timed_out: not done after 1 s"
+    assert time.monotonic() - began > 1.0
+    for rank in range(2):
+        assert sidecar(consumer, rank).agent.rank.fences == 1
+    before = copy.deepcopy(consumer.caches)
+    sidecar(producer).resume()
+    time.sleep(QUIET)
+    for caches, old in zip(consumer.caches, before, strict=True):
+        assert all(caches[layer].equal(old[layer]) for layer in caches), "written after its end"
+    good(other, consumer, "after")
+    good(producer, consumer, "next")
+    at_rest(producer, other, consumer)
+
+
+def test_the_deadline_holds_at_every_stage(engines: Engines) -> None:
+    producer = engines("prefill")
+    consumer = engines("decode", fetch_timeout=0.5, handshake_timeout=30, call_timeout=30)
+    for at in (Hello, Meet, Claim, Complete):
+        with sidecar(producer).holding(at):
+            assert failed(consumer, at.__name__, offer(producer, at.__name__)).startswith(
+                "timed_out:"
+            )
+        producer.sent(at.__name__, LONG)
+    at_rest(producer, consumer)
+
+
+# ---------------------------------------------------------------- schedulers and restarts
+
+
+def test_reports_are_delivered_again(engines: Engines) -> None:
+    producer, consumer = engines("prefill"), engines("decode")
+    consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+    outbox = sidecar(consumer).agent.leader.outbox
+    wait_for(lambda: len(outbox), "no report")
+    consumer.client.close()  # the scheduler dies before it has seen it
+    consumer.client = EngineClient(sidecar(consumer).socket)
+    consumer.client.wait_ready(LONG)
+    assert consumer.received("r", LONG) is None
+    wait_for(lambda: not len(outbox), "not acknowledged")
+    consumer.client.close()
+    consumer.client = EngineClient(sidecar(consumer).socket)
+    consumer.client.wait_ready(LONG)
+    quiet(consumer)
+    good(producer, consumer, "next")
+
+
+def test_a_fetch_outlives_its_scheduler(engines: Engines) -> None:
+    producer, consumer = engines("prefill"), engines("decode")
+    sidecar(producer).hang()
+    consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+    wait_for(lambda: sidecar(producer).agent.leader.leases.counts()["claimed"], "not claimed")
+    consumer.client.close()
+    consumer.client = EngineClient(sidecar(consumer).socket)
+    consumer.client.wait_ready(LONG)
+    # Its successor asks for a request of the same name: neither may be taken for the other.
+    consumer.client.fetch("r", offer(producer, "s"), [4, 5, 6])
+    sidecar(producer).resume()
+    assert end(consumer, "r", [*LOCAL, 4, 5, 6]).startswith("failed: the request was being")
+    quiet(consumer)
+    producer.client.cancel("s")
+    producer.sent("s")
+    at_rest(producer, consumer)
+
+
+def test_only_one_scheduler_and_one_worker(engines: Engines) -> None:
+    engine = engines("engine")
+    second = EngineClient(sidecar(engine).socket)
+    with pytest.raises(AgentError, match="a scheduler is attached already"):
+        second.wait_ready(LONG)
+    second.close()
+    worker = WorkerClient(sidecar(engine).socket)
+    with pytest.raises(AgentError, match="a worker is connected already"):
+        worker.join(WorkerInfo(engine_id="engine", model=ModelInfo(name="test", num_layers=2)))
+    worker.close()
+    good(engines("prefill"), engine, "still there")
+
+
+def again(engine: Engine, **kw: Any) -> Engine:
+    """The engine's processes end, and others start on the same sidecars."""
+    engine.close()
+    fresh = Engine(engine.sidecars, engine.engine_id, fill=random_fill(99), **kw)  # type: ignore[attr-defined]
+    fresh.sidecars = engine.sidecars  # type: ignore[attr-defined]
+    return fresh
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_producer_starts_afresh(engines: Engines, tp: int) -> None:
+    producer, consumer = engines("prefill", tp), engines("decode", 2)
+    good(producer, consumer, "first")
+    old = offer(producer, "old")
+    with again(producer) as fresh:
+        quiet(fresh)  # nothing of the old engine's concerns it
+        assert failed(consumer, "old", old).startswith("peer_restarted:")
+        good(fresh, consumer, "new")
+        at_rest(fresh, consumer)
+
+
+def test_the_producer_starts_afresh_while_it_is_read(engines: Engines) -> None:
+    producer, consumer = engines("prefill", 2), engines("decode", 2)
+    good(producer, consumer, "first")
+    for rank in range(2):
+        sidecar(producer, rank).hang()
+    consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+    wait_for(lambda: sidecar(producer).agent.leader.leases.counts()["claimed"], "not claimed")
+    with again(producer) as fresh:
+        assert end(consumer, "r").split(":")[0] in ("peer_gone", "revoked", "peer_restarted")
+        good(fresh, consumer, "new")
+        at_rest(fresh, consumer)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_consumer_starts_afresh_while_it_reads(engines: Engines, tp: int) -> None:
+    producer, consumer = engines("prefill"), engines("decode", tp)
+    good(producer, consumer, "first")
+    sidecar(producer).hang()
+    consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+    wait_for(lambda: sidecar(producer).agent.leader.leases.counts()["claimed"], "not claimed")
+    consumer.client.offer("o", LOCAL, TOKENS)
+    with again(consumer) as fresh:
+        producer.sent("r", LONG)
+        sidecar(producer).resume()
+        quiet(fresh)  # names of requests are only good within one engine's life
+        good(producer, fresh, "r")
+        at_rest(producer, fresh)
+
+
+# ---------------------------------------------------------------- drain
+
+
+def test_drain(engines: Engines) -> None:
+    producer, consumer = engines("prefill"), engines("decode", 2)
+    sidecar(producer).hang()
+    ticket, spare = offer(producer, "r"), offer(producer, "spare")
+    consumer.client.fetch("r", ticket, LOCAL)
+    wait_for(lambda: sidecar(producer).agent.leader.leases.counts()["claimed"], "not claimed")
+    sidecar(producer).stage.loop.call_soon_threadsafe(
+        sidecar(producer).stage.loop.call_later, 0.3, sidecar(producer).fabric.resume
+    )
+    assert consumer.client.drain(LONG) == ()
+    assert consumer.received("r", LONG) is None  # it was waited for
+    with pytest.raises(DrainingError):
+        consumer.client.fetch("late", spare, LOCAL)
+    with pytest.raises(DrainingError):
+        consumer.client.offer("late", LOCAL, TOKENS)
+    assert producer.client.drain(0.2) == ("spare",)
+    producer.sent("spare")
+    at_rest(producer, consumer)
+
+
+def test_drain_fails_what_takes_too_long(engines: Engines) -> None:
+    producer, consumer = engines("prefill"), engines("decode", 2)
+    good(producer, consumer, "first")
+    sidecar(producer).hang()
+    consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+    assert consumer.client.drain(0.3) == ("r",)
+    quiet(consumer)
+    sidecar(producer).resume()
+    assert end(consumer, "r").startswith("cancelled:")
+
+
+def test_drain_with_nothing_to_do(engines: Engines) -> None:
+    assert engines("engine").client.drain(LONG) == ()
