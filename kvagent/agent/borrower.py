@@ -332,6 +332,11 @@ class Borrower:
                     return  # `_member_lost` has spoken for it
                 log.warning("rank %d: %s", member.index, error)
                 self._feed(running, Event.RANK_FAILED, f"rank_silent: rank {member.index}")
+                if await member.client.is_dead():  # with it died its reads
+                    failure = f"rank_lost: the sidecar of rank {member.index} is dead"
+                    state = PartState(done=True, failure=failure)
+                    self._rank_done(part.fetch_id, member.index, state)
+                    return
             else:
                 if isinstance(answer, PartState) and answer.done:
                     self._rank_done(part.fetch_id, member.index, answer)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvagent.errors import UnsupportedGeometry
 
-__all__ = ["Dim", "box_runs", "coalesce"]
+__all__ = ["Dim", "box_runs", "coalesce", "common_run"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -30,13 +30,9 @@ class Dim(NamedTuple):
     remote: int
 
 
-def box_runs(dims: Iterable[Dim], itemsize: int) -> tuple[Ints, Ints, int]:
-    """The fewest equal runs of a box: local offsets, remote offsets, bytes of each.
-
-    From the innermost dimension outwards, a dimension joins the run as long as its step is the
-    run's length on both sides; the others are enumerated. Raises `UnsupportedGeometry` when that
-    gives more than `MAX_RUNS` runs.
-    """
+def common_run(dims: Iterable[Dim], itemsize: int) -> tuple[int, list[Dim]]:
+    """Bytes of the longest run that both sides have, and the dimensions that repeat it, the
+    outermost of the local side first."""
     length = itemsize
     outer = []
     for dim in sorted((dim for dim in dims if dim.extent > 1), key=lambda dim: dim.local):
@@ -44,6 +40,17 @@ def box_runs(dims: Iterable[Dim], itemsize: int) -> tuple[Ints, Ints, int]:
             length *= dim.extent
         else:
             outer.append(dim)
+    return length, outer[::-1]
+
+
+def box_runs(dims: Iterable[Dim], itemsize: int) -> tuple[Ints, Ints, int]:
+    """The fewest equal runs of a box: local offsets, remote offsets, bytes of each.
+
+    From the innermost dimension outwards, a dimension joins the run as long as its step is the
+    run's length on both sides; the others are enumerated. Raises `UnsupportedGeometry` when that
+    gives more than `MAX_RUNS` runs.
+    """
+    length, outer = common_run(dims, itemsize)
     count = math.prod(dim.extent for dim in outer)
     if count > MAX_RUNS:
         raise UnsupportedGeometry(
@@ -51,7 +58,7 @@ def box_runs(dims: Iterable[Dim], itemsize: int) -> tuple[Ints, Ints, int]:
             f"of a block; the limit is {MAX_RUNS}"
         )
     local = remote = np.zeros(1, dtype=np.int64)
-    for dim in reversed(outer):
+    for dim in outer:
         steps = np.arange(dim.extent, dtype=np.int64)
         local = (local[:, None] + steps * dim.local).ravel()
         remote = (remote[:, None] + steps * dim.remote).ravel()

@@ -218,6 +218,18 @@ class PeerClient:
             except ProtocolError as error:
                 log.debug("dropped an answer of %s: %s", self, error)
 
+    async def is_dead(self) -> bool:
+        """Whether the peer's host says that nobody listens there: the process is gone, and not
+        only stopped or cut off."""
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(self.host, self.port), 1.0)
+        except ConnectionRefusedError:
+            return True
+        except (OSError, asyncio.TimeoutError):
+            return False
+        writer.close()
+        return False
+
     async def close(self) -> None:
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
