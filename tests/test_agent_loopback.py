@@ -551,6 +551,51 @@ def test_the_deadline_holds_at_every_stage(engines: Engines) -> None:
     at_rest(producer, consumer)
 
 
+def test_a_follower_that_dies(engines: Engines) -> None:
+    """Its reads died with it, which only the host can tell: the fetch ends, and not at the end of
+    time."""
+    producer, consumer = engines("prefill"), engines("decode", 2, call_timeout=0.5)
+    good(producer, consumer, "first")
+    sidecar(producer).hang()
+    consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+    wait_for(lambda: sidecar(consumer, 1).agent.rank.reading(), "not begun")
+    sidecar(consumer, 1).close()
+    quiet(consumer)  # rank 0 still reads
+    sidecar(producer).resume()
+    assert end(consumer, "r").startswith("rank_")
+    producer.sent("r", LONG)
+
+
+def test_a_follower_that_starts_afresh(engines: Engines) -> None:
+    producer, consumer = engines("prefill"), engines("decode", 2)
+    good(producer, consumer, "first")
+    sidecar(producer).hang()
+    consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+    wait_for(lambda: sidecar(consumer, 1).agent.rank.reading(), "not begun")
+    consumer.workers[1].close()
+    worker = WorkerClient(sidecar(consumer, 1).socket)
+    worker.join(
+        WorkerInfo(
+            engine_id="decode",
+            tp_rank=1,
+            tp_size=2,
+            leader=consumer.workers[0].endpoint,
+            model=ModelInfo(name="test", num_layers=2),
+        )
+    )
+    specs = dict.fromkeys(consumer.caches[1], consumer.spec)
+    consumer.workers[1] = worker
+    consumer.caches[1] = worker.allocate_kv_caches(specs, num_blocks=32)
+    team = sidecar(consumer).agent.leader.team
+    wait_for(lambda: sidecar(consumer, 1).agent.follower.joined, "not joined")  # type: ignore[union-attr]
+    quiet(consumer)  # rank 0 still reads
+    sidecar(producer).resume()
+    assert end(consumer, "r").split(":")[0] in ("reset", "rank_lost", "rank_silent")
+    assert team.complete
+    good(producer, consumer, "next")
+    at_rest(producer, consumer)
+
+
 # ---------------------------------------------------------------- schedulers and restarts
 
 
@@ -647,6 +692,26 @@ def test_the_consumer_starts_afresh_while_it_reads(engines: Engines, tp: int) ->
         producer.sent("r", LONG)
         sidecar(producer).resume()
         quiet(fresh)  # names of requests are only good within one engine's life
+        good(producer, fresh, "r")
+        at_rest(producer, fresh)
+
+
+@pytest.mark.parametrize("how", ["stop", "join"])
+def test_the_leader_ends_while_only_a_follower_reads(engines: Engines, how: str) -> None:
+    producer, consumer = engines("prefill", 2), engines("decode", 2)
+    good(producer, consumer, "first")
+    sidecar(producer, 1).hang()
+    consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+    rank = sidecar(consumer).agent.rank
+    wait_for(lambda: len(rank._parts) == 2 and not rank.reading(), "rank 0 is not done")
+    if how == "stop":
+        sidecar(consumer).close()
+        assert end(consumer, "r").startswith(("reset:", "agent_lost:"))
+        sidecar(producer, 1).resume()
+        return
+    with again(consumer) as fresh:  # its second rank's fabric starts afresh as well
+        sidecar(producer, 1).resume()
+        quiet(fresh)
         good(producer, fresh, "r")
         at_rest(producer, fresh)
 

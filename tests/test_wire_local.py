@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -257,5 +258,15 @@ def test_a_path_that_cannot_be_bound(
 @pytest.mark.parametrize("path", ["missing.sock", "x" * 200])
 def test_nobody_listens(tmp_path: Path, path: str) -> None:
     with pytest.raises(AgentLostError, match="start one with: kvagent serve --socket"):
-        local.connect(str(tmp_path / path), 1.0)
+        local.connect(str(tmp_path / path), 0.1)
     assert issubclass(AgentLostError, KVAgentError)
+
+
+def test_a_sidecar_that_is_starting_is_waited_for(tmp_path: Path) -> None:
+    path = str(tmp_path / "s.sock")
+    listener = threading.Timer(0.2, lambda: made.append(local.listen(path)))
+    made: list[socket.socket] = []
+    listener.start()
+    local.connect(path, 20.0).close()
+    listener.join()
+    made[0].close()

@@ -113,9 +113,9 @@ class Agent:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._http is not None:
             await self._http.close()
-        await self.leader.close()
         await self._end_follower()
         await self.rank.reset()
+        await self.leader.close()
         self.leader.outbox.flush()
         await self.local.close()
         await self.peers.close()

@@ -165,6 +165,9 @@ class Borrower:
         """The engine is another one (or none: 0): nothing of the old one is fetched any more."""
         for running in list(self._running.values()):
             self._feed(running, Event.CANCEL, "reset: the engine started afresh")
+            # Other ranks may still read, into the memory of an engine that is no more.
+            if not running.record.terminal and self.rank.abort_part(running.record.fetch_id).done:
+                self._feed(running, Event.RANKS_DONE)
         self._aggregator, self._world_size = None, world_size
         if world_size:
             self._aggregator = KVOutputAggregator(

@@ -51,7 +51,10 @@ class Channel:
                 raise AgentLostError("an earlier call got no answer; open a new client")
             try:
                 self._socket.settimeout(self._timeout)
-                local.send_with_fds(self._socket, local.frame(message), fds)
+                try:
+                    local.send_with_fds(self._socket, local.frame(message), fds)
+                except BrokenPipeError:
+                    pass  # it closed the connection; what it said before is still to be read
                 until = time.monotonic() + (timeout or self._timeout)
                 while not self._arrived:
                     self._socket.settimeout(max(0.001, until - time.monotonic()))

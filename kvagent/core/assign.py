@@ -226,13 +226,12 @@ def _covering(what: str, wanted: TokenShard, held: Iterable[TokenShard]) -> list
 
 
 def _place(local: RankLayout, family: Family, head: int) -> tuple[int, int]:
-    """(place, number) of this rank among the local ranks that want `head`."""
+    """(place, number) of this rank among the local ranks that want `head`, of all stages: the
+    pipeline's stages want other layers of it, but from the same replicas."""
     total = family.heads[2]
-    if rank_heads(local.tp_rank, local.tp_size, total) != family.heads[:2]:
-        return local.tp_rank, local.tp_size
-    wanting = []
-    for rank in range(local.tp_size):
-        h0, h1 = rank_heads(rank, local.tp_size, total)
-        if h0 <= head < h1:
-            wanting.append(rank)
-    return wanting.index(local.tp_rank), len(wanting)
+    wanting = list(range(local.tp_size))
+    if rank_heads(local.tp_rank, local.tp_size, total) == family.heads[:2]:
+        shares = [rank_heads(rank, local.tp_size, total) for rank in wanting]
+        wanting = [rank for rank, (h0, h1) in enumerate(shares) if h0 <= head < h1]
+    place = wanting.index(local.tp_rank) * local.pp_size + local.pp_rank
+    return place, len(wanting) * local.pp_size

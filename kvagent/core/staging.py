@@ -16,26 +16,23 @@ Not for values without a token axis (states, values of whole blocks) and not for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kvagent.core.assign import Assignment, Box
 from kvagent.core.estimate import Work, prefer_staging
 from kvagent.core.grids import make_grid, pace
-from kvagent.core.permute import Bytes, Permutation
-from kvagent.core.plan import ReadPlan, Selection, make_plan
+from kvagent.core.permute import Permutation
+from kvagent.core.plan import ReadPlan, make_plan
 from kvagent.core.regions import Axis, CacheGroup, Family, MemoryRange, RankLayout
-from kvagent.core.track import Granules, Track
+from kvagent.core.staged import StagedPart, StagedTrack
+from kvagent.core.track import Track
 from kvagent.errors import UnsupportedGeometry
 
-__all__ = ["AREAS", "Buffer", "Chunk", "StagedPart", "StagedTrack", "plan_staging", "short_tracks"]
-
-Ints = npt.NDArray[np.int64]
+__all__ = ["AREAS", "Buffer", "plan_staging", "short_tracks", "stage_track"]
 
 AREAS = 2
 
@@ -45,106 +42,6 @@ class Buffer(NamedTuple):
 
     address: int
     area_bytes: int
-
-
-class Chunk(NamedTuple):
-    """Remote blocks (physical, rising) that are staged together, as blocks 0, 1, ... of an area,
-    and the granules to copy out of them, in the numbers of the caches."""
-
-    blocks: Ints
-    granules: Granules
-
-
-@dataclass(frozen=True)
-class StagedPart:
-    """Regions that are staged together, `capacity` blocks at a time.
-
-    plan: reads remote blocks into the first area; block_bytes, block_runs: of one of them.
-    local_rows: of the plan, for all areas one after another.
-    """
-
-    plan: ReadPlan
-    permutations: tuple[Permutation, ...]
-    capacity: int
-    block_tokens: int
-    block_bytes: int
-    block_runs: int
-    local_rows: npt.NDArray[np.uint64]
-
-    def selection(self, chunk: Chunk, area: int) -> Selection:
-        """What to read in order to fill an area with a chunk's blocks."""
-        count = len(chunk.blocks)
-        into = np.arange(count, dtype=np.int32)
-        picked = self.plan.select(
-            [into], [chunk.blocks.astype(np.int32)], 0, count * self.block_tokens
-        )
-        entries = int(self.plan.local_rows[:, 4].sum())
-        return Selection(
-            picked.local_index + np.int32(area * entries),
-            picked.remote_index,
-            picked.extra,
-            picked.nbytes,
-            picked.descriptors,
-        )
-
-    def copy(self, chunk: Chunk, memory: Sequence[Bytes], area: Bytes) -> None:
-        """Copy a chunk from its area to where it belongs. `memory`: all of the local ranges."""
-        granules = chunk.granules
-        granules = granules._replace(
-            remote_block=np.searchsorted(chunk.blocks, granules.remote_block),
-            partial=tuple(
-                place._replace(remote_block=int(np.searchsorted(chunk.blocks, place.remote_block)))
-                for place in granules.partial
-            ),
-        )
-        for permutation in self.permutations:
-            permutation.copy(granules, memory, area)
-
-    def chunks(self, granules: Granules) -> Iterator[Chunk]:
-        """Granules in the order of their remote blocks, an area's fill at a time."""
-        order = np.lexsort((granules.remote_slot, granules.remote_block))
-        columns = [column[order] for column in granules[:4]]
-        blocks = remote_blocks(granules)
-        for first in range(0, len(blocks), self.capacity):
-            mine = blocks[first : first + self.capacity]
-            low, high = int(mine[0]), int(mine[-1])
-            begin, end = np.searchsorted(columns[2], [low, high + 1])
-            local_block, local_slot, remote_block, remote_slot = (c[begin:end] for c in columns)
-            partial = tuple(p for p in granules.partial if low <= p.remote_block <= high)
-            yield Chunk(
-                mine, Granules(local_block, local_slot, remote_block, remote_slot, partial)
-            )
-
-
-@dataclass(frozen=True)
-class StagedTrack:
-    """The other way to read one track of a plan. `copy_run`: bytes of the runs of its copies."""
-
-    track: Track
-    parts: tuple[StagedPart, ...]
-    copy_run: int
-
-    def work(self, blocks: int, wanted: int) -> Work:
-        """What it takes to stage so many remote blocks in order to copy `wanted` bytes."""
-        return Work(
-            nbytes=blocks * sum(part.block_bytes for part in self.parts),
-            descriptors=blocks * sum(part.block_runs for part in self.parts),
-            copied=wanted,
-            runs=wanted // self.copy_run,
-            steps=sum(-(-blocks // part.capacity) for part in self.parts),
-        )
-
-    def is_better(self, plan: ReadPlan, granules: Granules, run_bytes: int) -> bool:
-        """Whether to read these granules this way, and not by `plan`."""
-        direct = Work(*plan.measure(self.track, granules))
-        staged = self.work(len(remote_blocks(granules)), direct.nbytes)
-        return prefer_staging(direct, staged, run_bytes)
-
-
-def remote_blocks(granules: Granules) -> Ints:
-    """The physical blocks that granules lie in, rising."""
-    partial = [place.remote_block for place in granules.partial]
-    return np.unique(np.concatenate((granules.remote_block, np.array(partial, dtype=np.int64))))
 
 
 def short_tracks(
@@ -171,23 +68,17 @@ def plan_staging(
 ) -> tuple[StagedTrack, ...]:
     """Prepare staging for those tracks of `plan` (of the same assignment) for which it may pay.
 
-    A track is left out when staging is no better even for whole blocks, or when one of its
-    regions has more bytes in a block than an area. What a fetch does is decided by its granules:
-    `StagedTrack.is_better`.
+    A track is left out when staging is no better even for whole blocks, or cannot be done. What a
+    fetch does is decided by its granules: `StagedTrack.is_better`.
     """
     staged = []
     for track in short_tracks(local, remote, plan, run_bytes):
-        boxes = [
-            box
-            for box, grid in zip(assignment.boxes, plan.grids, strict=True)
-            if grid.lane.track == track
-        ]
         nbytes, runs = plan.per_granule(track)
         granules = track.remote.block_tokens // track.granule
         direct = Work(nbytes * granules, runs * granules)
         best: tuple[float, StagedTrack] | None = None
         for all_heads in (False, True):
-            option = _stage(local, remote, track, boxes, buffer, all_heads)
+            option = stage_track(local, remote, assignment, plan, track, buffer, all_heads)
             if option is None:
                 continue
             work = option.work(1, direct.nbytes)._replace(steps=0)
@@ -199,34 +90,40 @@ def plan_staging(
 
 
 class _Region(NamedTuple):
-    """One region of one box. `dense`: whether its blocks follow one another in the remote memory;
-    so do they in the buffer then, otherwise regions of one block do."""
+    """One region of one box: its place in the box's list, and its bytes in one block."""
 
     address: int
     box: int
     place: int
     nbytes: int
-    dense: bool
 
 
-def _stage(
+def stage_track(
     local: RankLayout,
     remote: RankLayout,
+    assignment: Assignment,
+    plan: ReadPlan,
     track: Track,
-    boxes: Sequence[Box],
     buffer: Buffer,
     all_heads: bool,
 ) -> StagedTrack | None:
-    """Staging for one track with the wanted or all heads; None when it cannot be done."""
+    """Staging for one track with token axes, of the wanted heads or of all that the remote rank
+    has. None when one block of a single region is more than an area, or pieces are absurdly many.
+    """
+    boxes = [
+        box
+        for box, grid in zip(assignment.boxes, plan.grids, strict=True)
+        if grid.lane.track == track
+    ]
     regions = []
     for number, box in enumerate(boxes):
         family = remote.families[box.remote_family]
-        heads = family.heads[:2] if all_heads else box.heads
-        nbytes = _block_bytes(family, heads)
         addresses = remote.addresses(family)
-        for place, region in enumerate(box.remote_regions):
-            dense = family.block.stride in (nbytes, 0)
-            regions.append(_Region(addresses[region], number, place, nbytes, dense))
+        nbytes = _block_bytes(family, family.heads[:2] if all_heads else box.heads)
+        regions += [
+            _Region(addresses[region], number, place, nbytes)
+            for place, region in enumerate(box.remote_regions)
+        ]
     if max(region.nbytes for region in regions) > buffer.area_bytes:
         return None
     parts: list[list[_Region]] = [[]]
@@ -262,32 +159,36 @@ def _part(
     all_heads: bool,
 ) -> StagedPart:
     capacity = buffer.area_bytes // sum(region.nbytes for region in regions)
-    page = sum(region.nbytes for region in regions if not region.dense)
-    offset, in_page = 0, 0
+
+    def follows(region: _Region) -> bool:
+        # Blocks that follow one another in the remote memory do so in the buffer; otherwise the
+        # regions of one block do.
+        stride = remote.families[boxes[region.box].remote_family].block.stride
+        return stride in (region.nbytes, 0)
+
+    page = sum(region.nbytes for region in regions if not follows(region))
+    offset = 0
     offsets: dict[int, list[tuple[int, int]]] = {}
     """For each box: the places of its regions and their offsets in the area."""
-    for region in sorted(regions, key=lambda region: not region.dense):
-        at = offset if region.dense else offset + in_page
-        offsets.setdefault(region.box, []).append((region.place, at))
-        if region.dense:
-            offset += capacity * region.nbytes
-        else:
-            in_page += region.nbytes
+    strides = {}
+    for region in sorted(regions, key=lambda region: not follows(region)):
+        offsets.setdefault(region.box, []).append((region.place, offset))
+        strides[region.box] = region.nbytes if follows(region) else page
+        offset += region.nbytes * (capacity if follows(region) else 1)
 
-    staging, far = [], []
-    reads, copies = [], []
-    for number, found in sorted(offsets.items()):
+    staging: list[Family] = []
+    far, reads, copies = [], [], []
+    for number, found in offsets.items():
         box, index = boxes[number], len(staging)
         family = remote.families[box.remote_family]
         heads = family.heads[:2] if all_heads else box.heads
-        stride = _block_bytes(family, heads) if family.block.stride in (0, _block_bytes(family, heads)) else page
         theirs = tuple(box.remote_regions[place] for place, _ in found)
         staging.append(
             msgspec.structs.replace(
                 family,
                 group=0,
                 window=0,
-                axes=_dense_axes(family, heads, capacity, stride),
+                axes=_dense_axes(family, heads, capacity, strides[number]),
                 heads=(*heads, family.heads[2]),
                 layers=tuple(family.layers[region] for region in theirs),
                 memories=(0,) * len(found),
