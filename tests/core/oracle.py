@@ -2,7 +2,7 @@
 
 Everything here is plain indexing of strided numpy arrays by global coordinates: which rank holds
 which head and token is decided by the definitions, never by asking the code under test. The
-executor applies prepared lists the way NIXL does, byte by byte.
+bytes move through the loopback fabric, as they do between agents.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from kvagent.core.specs import (
     WorkerInfo,
     itemsize,
 )
+from kvagent.fabric.base import CancelFlag
+from kvagent.fabric.loopback import LoopbackFabric, LoopbackNetwork
 
 MODEL = ModelInfo(name="random")
 GUARD = 64
@@ -235,7 +237,7 @@ def _styles(
 # ---------------------------------------------------------------- building a side
 
 
-def build_side(case: Case, engine: Engine, rng: np.random.Generator, base: int) -> Side:
+def build_side(case: Case, engine: Engine, rng: np.random.Generator) -> Side:
     by_name = {layer.name: layer for layer in case.layers}
     template = case.layers[0]
     names = {
@@ -272,7 +274,7 @@ def build_side(case: Case, engine: Engine, rng: np.random.Generator, base: int) 
                 pp_size=len(engine.stages),
             )
             specs = {name: _spec(names[name], engine, name, tp_rank) for name in stage}
-            ranks.append(_place(engine, specs, info, num_blocks, rng, base + len(ranks)))
+            ranks.append(_place(engine, specs, info, num_blocks, rng))
     return Side(engine, ranks, tables, names)
 
 
@@ -326,7 +328,6 @@ def _place(
     info: WorkerInfo,
     num_blocks: int,
     rng: np.random.Generator,
-    number: int,
 ) -> Rank:
     """Put a rank's tensors into memory: page by page together, or each for itself."""
     shapes = {}
@@ -383,9 +384,7 @@ def _place(
         for name, view in views.items()
     }
     memory = [rng.integers(0, 256, size, dtype=np.uint8) for size in sizes]
-    ranges = tuple(
-        MemoryRange(((number + 1) << 40) + (i << 30) + 4096, size) for i, size in enumerate(sizes)
-    )
+    ranges = tuple(MemoryRange(part.ctypes.data, part.nbytes) for part in memory)
     tensors = {}
     for name, view in views.items():
         bytes_each = itemsize(shapes[name].dtype)
@@ -579,15 +578,32 @@ def merged_count(plan: ReadPlan, selection: Selection) -> int:
     return count
 
 
-def run(
+def count_writes(
     moved: list[tuple[int, int, int]], local: Rank, remote: Rank, written: list[np.ndarray]
 ) -> None:
-    """Copy, and count how often each local byte is written."""
+    """How often each local byte is written; all of it must lie inside both ranks' memory."""
     for destination, source, length in moved:
         i, at = _find(local.layout, destination, length)
-        j, begin = _find(remote.layout, source, length)
-        local.memory[i][at : at + length] = remote.memory[j][begin : begin + length]
+        _find(remote.layout, source, length)
         written[i][at : at + length] += 1
+
+
+async def read_all(local: Rank, reads: list[tuple[Rank, ReadPlan, Selection]]) -> None:
+    """Moves the bytes, the way an agent does."""
+    network = LoopbackNetwork()
+    consumer = LoopbackFabric(network, "consumer")
+    await consumer.start()
+    await consumer.register(local.layout.ranges)
+    for remote, plan, selection in reads:
+        producer = LoopbackFabric(network, "producer")
+        await producer.start()
+        await producer.register(remote.layout.ranges)
+        peer = await consumer.connect(producer.metadata)
+        prepared = await consumer.prepare(peer, plan.local_rows, plan.remote_rows)
+        stats = await consumer.read(prepared, selection, CancelFlag())
+        assert stats.nbytes == selection.nbytes
+        await producer.close()
+    await consumer.close()
 
 
 def _find(layout: RankLayout, address: int, length: int) -> tuple[int, int]:
