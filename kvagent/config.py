@@ -46,11 +46,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     drain_timeout: float = 30.0
     """On SIGTERM: how long transfers may go on before they are failed."""
     fence_seconds: float = 5.0
-    """How long a failed fetch waits for reads in flight before they are ended by a fence."""
+    """How long after its deadline a fetch waits for a peer that hangs, before its reads are ended
+    by a fence. Other reads get as long to finish first."""
     piece_bytes: int = 16 << 20
     """Bytes handed to NIXL in one post."""
     inflight_bytes: int = 64 << 20
     """Most bytes in flight from one peer rank."""
+    staging_bytes: int = 16 << 20
+    """Size of the buffer for reads whose runs are short; it is made when the first peer needs it.
+    Not for states and GPU memory, which are always read directly. 0: none."""
+    staging_run_bytes: int = 8192
+    """Runs that are at least this long on average are never staged."""
     log_level: str = "info"
     """debug, info, warning or error."""
 
@@ -59,6 +65,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def http_address(self) -> tuple[str, int] | None:
         return split_address(self.http, "http") if self.http else None
+
+    def is_loopback(self) -> bool:
+        """Whether only this host can reach the control socket."""
+        return _is_loopback(self.bind_address()[0])
 
     def advertised_host(self) -> str:
         """The host that peers are told; never one that means "any"."""
@@ -75,8 +85,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         if _is_any(self.advertised_host()):
             raise ConfigError(
-                f"bind {host!r} listens everywhere, but no peer can dial {self.advertised_host()!r}: "
-                "say which address they should use with --advertise HOST"
+                f"bind {host!r} listens everywhere, but no peer can dial "
+                f"{self.advertised_host()!r}: say which address they should use with "
+                "--advertise HOST"
             )
         if not _is_loopback(host) and not self.insecure:
             raise ConfigError(
@@ -103,6 +114,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise ConfigError(f"{name} must be from 0 to 86400 seconds")
         if self.piece_bytes < 4096 or self.inflight_bytes < self.piece_bytes:
             raise ConfigError("piece_bytes must be at least 4096 and at most inflight_bytes")
+        for name in ("staging_bytes", "staging_run_bytes"):
+            if not 0 <= getattr(self, name) <= 1 << 40:
+                raise ConfigError(f"{name} must be from 0 to 2**40")
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(f"log_level {self.log_level!r}: debug, info, warning or error")
         return self

@@ -51,6 +51,8 @@ def test_every_setting_can_be_in_the_file(tmp_path: Path) -> None:
         "fence_seconds": 0,
         "piece_bytes": 4096,
         "inflight_bytes": 8192,
+        "staging_bytes": 0,
+        "staging_run_bytes": 1,
         "log_level": "debug",
     }
     assert set(given_values) == set(Config.__struct_fields__), "a new setting: test it here"
@@ -73,7 +75,7 @@ def test_unknown_setting_with_a_suggestion(tmp_path: Path, name: str, hint: str)
 
 
 def test_unknown_setting_like_no_other(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown setting 'xyzzy'$"):
+    with pytest.raises(ConfigError, match=r"unknown setting 'xyzzy'$"):
         load(toml(tmp_path, "xyzzy = 1\n"), {})
 
 
@@ -174,7 +176,7 @@ def test_ipv6_needs_brackets(text: str) -> None:
     "text", ["", ":", "host", "host:", ":80", "[]:80", "host:-1", "host:65536", "host:x", "host: 1"]
 )
 def test_not_an_address(text: str) -> None:
-    with pytest.raises(ConfigError, match="http .* is not HOST:PORT"):
+    with pytest.raises(ConfigError, match=r"http .* is not HOST:PORT"):
         split_address(text, "http")
 
 
@@ -206,6 +208,8 @@ def test_any_text_is_an_address_or_a_config_error(text: str) -> None:
         ({"fence_seconds": float("nan")}, "fence_seconds"),
         ({"piece_bytes": 4095}, "piece_bytes"),
         ({"piece_bytes": 8192, "inflight_bytes": 4096}, "inflight_bytes"),
+        ({"staging_bytes": -1}, "staging_bytes"),
+        ({"staging_run_bytes": 2**40 + 1}, "staging_run_bytes"),
         ({"log_level": "loud"}, "log_level"),
         ({"http": "8080"}, "http"),
         ({"bind": "nowhere"}, "bind"),

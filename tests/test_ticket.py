@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvagent.client.ticket import make_ticket, read_ticket
 from kvagent.errors import BlockRangeError, ProtocolError, TicketError
 from kvagent.wire import local
-from kvagent.wire.codec import MAX_BLOCKS, block_arrays, pack_blocks, unpack_blocks
+from kvagent.wire.codec import MAX_BLOCKS, pack_blocks, unpack_blocks
 from kvagent.wire.messages import PROTOCOL, Fetch, Ready
 
 READY = Ready(
@@ -195,8 +195,7 @@ def test_any_change_is_a_good_ticket_or_a_ticket_error(changes: list[tuple[str, 
     before = copy.deepcopy(made)
     try:
         parsed = read_ticket(made)
-    except TicketError as error:
-        assert str(error)
+    except TicketError:
         return
     finally:
         assert repr(made) == repr(before)
@@ -236,7 +235,6 @@ def test_blocks_round_trip(block_ids: Any) -> None:
     unpacked = unpack_blocks(packed)
     assert [group.tolist() for group in unpacked] == nested
     assert all(group.dtype == np.int32 for group in unpacked)
-    assert [group.tolist() for group in block_arrays(block_ids)] == nested
 
 
 @given(ids)
@@ -258,8 +256,28 @@ def test_range() -> None:
 
 @pytest.mark.parametrize(
     "block_ids",
-    [None, 7, [1.5], [1.0], ["1"], "1", [None], [-1], [2**31], [2**63], [2**80], [[1], [2.5]]]
-    + [[1, [2]], [[1], 2], [[[1]]], object(), [object()], {"a": 1}, np.array([1.5])],
+    [
+        None,
+        7,
+        "1",
+        object(),
+        {"a": 1},
+        [1.5],
+        [1.0],
+        ["1"],
+        [None],
+        [object()],
+        [-1],
+        [2**31],
+        [2**63],
+        [2**80],
+        [[1], [2.5]],
+        [1, [2]],
+        [[1], 2],
+        [[[1]]],
+        np.array([1.5]),
+    ],
+    ids=repr,
 )
 def test_not_block_ids(block_ids: Any) -> None:
     with pytest.raises(BlockRangeError, match="block id"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import stat
@@ -66,7 +67,7 @@ def read(data: bytes, cuts: list[int]) -> list[Local]:
     reader = local.FrameReader()
     got: list[Local] = []
     edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         got.extend(reader.feed(data[start:end]))
     return got
 

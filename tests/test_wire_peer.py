@@ -322,7 +322,7 @@ def test_garbage_does_not_stop_the_server(name: str) -> None:
             raw = context.socket(zmq.DEALER)
             raw.connect(f"tcp://127.0.0.1:{client.port}")
             await raw.send_multipart(GARBAGE[name])
-            while server.rejected == 0:
+            while server.rejected == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             await check(client, "after")
             raw.close(linger=0)
@@ -407,7 +407,7 @@ def test_too_many_calls_are_dropped_and_asked_again(monkeypatch: pytest.MonkeyPa
     async def work() -> None:
         async with serving(handler) as (_, server, client):
             calls = [asyncio.create_task(one(client, str(i))) for i in range(5)]
-            while server.rejected == 0:
+            while server.rejected == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             assert len(server._tasks) == 2
             release.set()

@@ -179,14 +179,20 @@ class Agent:
 
     # ------------------------------------------------------------ the engine's processes
 
-    def _gone(self, connection: Connection) -> None:
-        """End of file: that process is gone. Its cache stays, and peers go on reading."""
+    async def _gone(self, connection: Connection) -> None:
+        """That process is gone. Its cache stays, and peers go on reading.
+
+        One that we end the connection with may be alive, and takes the end of the stream for our
+        death: it is closed when nothing can write into its blocks any more.
+        """
         if connection is self._worker:
             self._worker = None
             log.info("the engine's worker is gone; its cache stays")
         if connection is self._scheduler:
-            self._scheduler = None
             self.leader.outbox.detach()
+            if connection.ended_by_us:
+                await self.leader.borrower.abandon("the scheduler broke the protocol")
+            self._scheduler = None
             log.info("the scheduler is gone; leases run on until they expire")
 
     async def _on_local(self, connection: Connection, message: Local) -> None:
@@ -208,6 +214,7 @@ class Agent:
             case ReleaseTicket():
                 self.leader.borrower.release(message)
             case DropPeer(engine_id=engine_id):
+                self.leader.lender.drop_consumer(engine_id)
                 await self.leader.borrower.drop_peer(engine_id)
             case Drain(timeout=timeout):
                 self._spawn(self._drain_for(connection, timeout))
@@ -323,10 +330,10 @@ class Agent:
                 if self.follower is None:
                     return Refused(code="not_ready", message="this rank follows nobody")
                 return rank.start_part(message, self.follower.part_done)
-            case AbortPart(fetch_id=fetch_id, fence=fence):
-                if fence and not rank.abort_part(fetch_id).done:
-                    await rank.fence(fetch_id)
-                return rank.abort_part(fetch_id)
+            case AbortPart(part_id=part_id, fence=fence):
+                if fence and not rank.abort_part(part_id).done:
+                    await rank.fence(part_id)
+                return rank.abort_part(part_id)
             case Drop(engine_id=engine_id):
                 await rank.peers.drop(engine_id)
                 return Ok()

@@ -65,6 +65,7 @@ class Running:
     message: Fetch
     record: FetchRecord
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    part_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     session: Session | None = None
     local_blocks: tuple[bytes, ...] = ()
     """What must not be used when it fails."""
@@ -85,6 +86,7 @@ class Borrower:
         self._aggregator: KVOutputAggregator | None = None
         self._world_size = 0
         self._running: dict[str, Running] = {}
+        self._parts: dict[str, Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_renewal = 0.0
 
@@ -107,11 +109,13 @@ class Borrower:
             return
         running = Running(message, record, local_blocks=message.local_blocks)
         self._running[record.fetch_id] = running
+        self._parts[running.part_id] = running
         if draining:
             self._feed(running, Event.CONNECT_FAILED, "draining: this engine takes no new work")
             return
-        if not self.team.complete:
-            self._feed(running, Event.CONNECT_FAILED, f"not_ready: {self.team.missing()}")
+        missing = self.team.missing() or self.team.silent_text(self._now())
+        if missing:
+            self._feed(running, Event.CONNECT_FAILED, f"not_ready: {missing}")
             return
         self._spawn(running, self._connect(running))
 
@@ -128,6 +132,13 @@ class Borrower:
         running = self._running[record.fetch_id]
         running.local_blocks += message.local_blocks
         self._feed(running, Event.CANCEL, "failed: the request was being fetched already")
+
+    async def abandon(self, why: str) -> None:
+        """Ends all fetches; returns when nothing can write into the engine's blocks any more."""
+        for running in list(self._running.values()):
+            self._feed(running, Event.CANCEL, f"cancelled: {why}")
+        while self.fetches:  # noqa: ASYNC110  (rare, and bounded by the deadline and the fence)
+            await asyncio.sleep(0.02)
 
     def release(self, message: ReleaseTicket) -> None:
         self._background(
@@ -159,14 +170,14 @@ class Borrower:
         if message.engine_id != me.info.engine_id or not 0 < index < me.world_size:
             raise ProtocolError(f"rank {index} of {message.engine_id!r} is no follower here")
         state = PartState(done=True, failure=message.failure, stats=message.stats)
-        self._rank_done(message.fetch_id, index, state)
+        self._rank_done(message.part_id, index, state)
 
     def start_afresh(self, world_size: int) -> None:
         """The engine is another one (or none: 0): nothing of the old one is fetched any more."""
         for running in list(self._running.values()):
             self._feed(running, Event.CANCEL, "reset: the engine started afresh")
             # Other ranks may still read, into the memory of an engine that is no more.
-            if not running.record.terminal and self.rank.abort_part(running.record.fetch_id).done:
+            if not running.record.terminal and self.rank.abort_part(running.part_id).done:
                 self._feed(running, Event.RANKS_DONE)
         self._aggregator, self._world_size = None, world_size
         if world_size:
@@ -179,7 +190,7 @@ class Borrower:
         for running in list(self._running.values()):
             if running.record.state in (FetchState.READING, FetchState.DRAINING):
                 state = PartState(done=True, failure=f"rank_lost: rank {index} {why}")
-                self._rank_done(running.record.fetch_id, index, state)
+                self._rank_done(running.part_id, index, state)
 
     # ------------------------------------------------------------ time
 
@@ -231,9 +242,9 @@ class Borrower:
             case Action.START_READS:
                 self._start_reads(running)
             case Action.STOP_READS:
-                self.rank.abort_part(record.fetch_id)
+                self.rank.abort_part(running.part_id)
                 for member in self.team.followers():
-                    self._background(self._tell(member, AbortPart(fetch_id=record.fetch_id)))
+                    self._background(self._tell(member, AbortPart(part_id=running.part_id)))
             case Action.COMPLETE:
                 self._spawn(running, self._complete(running))
             case Action.RELEASE:
@@ -272,6 +283,7 @@ class Borrower:
             transfer_id=record.transfer_id,
             token=record.token,
             fetch_id=record.fetch_id,
+            engine_id=self.rank.require_identity().info.engine_id,
             digest=blocks_digest(running.message.remote_blocks),
         )
         verdict = await self._ask(running, claim)
@@ -309,7 +321,7 @@ class Borrower:
     def _start_reads(self, running: Running) -> None:
         record, message = running.record, running.message
         part = Part(
-            fetch_id=record.fetch_id,
+            part_id=running.part_id,
             engine_id=message.engine_id,
             host=message.host,
             port=message.port,
@@ -320,7 +332,7 @@ class Borrower:
             start_token=message.start_token,
             timeout=self.config.fetch_timeout,
         )
-        self.rank.start_part(part, lambda fetch_id, state: self._rank_done(fetch_id, 0, state))
+        self.rank.start_part(part, lambda part_id, state: self._rank_done(part_id, 0, state))
         for member in self.team.followers():
             self._spawn(running, self._follow(running, member, part))
 
@@ -338,24 +350,24 @@ class Borrower:
                 if await member.client.is_dead():  # with it died its reads
                     failure = f"rank_lost: the sidecar of rank {member.index} is dead"
                     state = PartState(done=True, failure=failure)
-                    self._rank_done(part.fetch_id, member.index, state)
+                    self._rank_done(part.part_id, member.index, state)
                     return
             else:
                 if isinstance(answer, PartState) and answer.done:
-                    self._rank_done(part.fetch_id, member.index, answer)
+                    self._rank_done(part.part_id, member.index, answer)
                     return
             await asyncio.sleep(1.0)
 
-    def _rank_done(self, fetch_id: str, index: int, state: PartState) -> None:
+    def _rank_done(self, part_id: str, index: int, state: PartState) -> None:
         """One rank is terminal; the aggregator says when all are."""
-        running = self._running.get(fetch_id)
+        running = self._parts.get(part_id)
         if running is None or running.record.ranks_done:
             return
         if state.failure:
             self._feed(running, Event.RANK_FAILED, state.failure)
-        output = KVConnectorOutput(finished_recving={fetch_id})
+        output = KVConnectorOutput(finished_recving={part_id})
         if state.failure:
-            output.failed_recving = {fetch_id: state.failure}
+            output.failed_recving = {part_id: state.failure}
         if state.stats is not None:
             running.shares.setdefault(index, state.stats)
         if self._aggregator is None:  # the engine started afresh: there is only our own rank left
@@ -367,15 +379,16 @@ class Borrower:
         if combined is None or combined.kv_connector_output is None:
             return
         done = combined.kv_connector_output
-        if fetch_id in (done.finished_recving or ()):
-            self._feed(running, Event.RANKS_DONE, done.failed_recving.get(fetch_id, ""))
+        if part_id in (done.finished_recving or ()):
+            self._feed(running, Event.RANKS_DONE, done.failed_recving.get(part_id, ""))
 
     def _report(self, running: Running) -> None:
         record, now = running.record, self._now()
         del self._running[record.fetch_id]
+        del self._parts[running.part_id]
         self.fetches.remove(record)
         if self._aggregator is not None:
-            self._aggregator.forget(record.fetch_id)
+            self._aggregator.forget(running.part_id)
         current = asyncio.current_task()
         for task in running.tasks:
             if task is not current:
@@ -390,6 +403,7 @@ class Borrower:
             stats = FetchStats(
                 bytes=total.nbytes,
                 descriptors=total.descriptors,
+                staged=total.staged,
                 seconds=now - record.started,
                 wait=total.wait,
                 post=total.post,
@@ -435,11 +449,11 @@ class Borrower:
                 await client.close()
 
     async def _fence(self, running: Running) -> None:
-        fetch_id = running.record.fetch_id
-        if not self.rank.abort_part(fetch_id).done:
-            await self.rank.fence(fetch_id)
+        part_id = running.part_id
+        if not self.rank.abort_part(part_id).done:
+            await self.rank.fence(part_id)
         for member in self.team.followers():
-            await self._tell(member, AbortPart(fetch_id=fetch_id, fence=True))
+            await self._tell(member, AbortPart(part_id=part_id, fence=True))
 
     async def _tell(self, member: Member, message: AbortPart | Drop) -> None:
         try:
@@ -448,7 +462,7 @@ class Borrower:
             log.warning("rank %d: %s", member.index, error)
             return
         if isinstance(message, AbortPart) and isinstance(answer, PartState) and answer.done:
-            self._rank_done(message.fetch_id, member.index, answer)
+            self._rank_done(message.part_id, member.index, answer)
 
     # ------------------------------------------------------------ inside
 

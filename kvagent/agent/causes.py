@@ -52,9 +52,3 @@ def cause_text(error: KVAgentError) -> str:
         if isinstance(error, kind):
             return f"{name}: {error}"
     return f"failed: {error}"
-
-
-def cause_name(cause: str) -> str:
-    """The name in front of a cause's text."""
-    name = cause.split(":", 1)[0]
-    return name if name in CAUSES else "failed"

@@ -52,17 +52,17 @@ class Follower:
                     log.warning("leader: %s", error)
             await asyncio.sleep(EVERY)
 
-    def part_done(self, fetch_id: str, state: PartState) -> None:
+    def part_done(self, part_id: str, state: PartState) -> None:
         """Tells the leader at once; if this is lost, the leader asks."""
-        self._keep(asyncio.create_task(self._tell(fetch_id, state)))
+        self._keep(asyncio.create_task(self._tell(part_id, state)))
 
-    async def _tell(self, fetch_id: str, state: PartState) -> None:
+    async def _tell(self, part_id: str, state: PartState) -> None:
         info = self._me.info
         message = PartDone(
             engine_id=info.engine_id,
             tp_rank=info.tp_rank,
             pp_rank=info.pp_rank,
-            fetch_id=fetch_id,
+            part_id=part_id,
             failure=state.failure,
             stats=state.stats,
         )

@@ -93,7 +93,7 @@ def why_not_ready(agent: Agent) -> str:
     if agent.leader.draining:
         return "draining"
     if me.index == 0:
-        return agent.leader.team.missing()
+        return agent.leader.team.missing() or agent.leader.team.silent_text(time.monotonic())
     joined = agent.follower is not None and agent.follower.joined
     return "" if joined else "the leader does not answer"
 

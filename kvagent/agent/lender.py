@@ -43,11 +43,20 @@ class Lender:
         self._leases.cancel(time.monotonic(), request_id)
         self._publish()
 
+    def drop_consumer(self, engine_id: str) -> None:
+        self._leases.drop_consumer(time.monotonic(), engine_id)
+        self._publish()
+
     # ------------------------------------------------------------ other engines' leaders
 
     async def claim(self, message: Claim) -> Verdict:
         verdict = self._leases.claim(
-            time.monotonic(), message.transfer_id, message.token, message.fetch_id, message.digest
+            time.monotonic(),
+            message.transfer_id,
+            message.token,
+            message.fetch_id,
+            message.digest,
+            message.engine_id,
         )
         if verdict is None:
             future = self._parked.get(message.fetch_id)

@@ -30,7 +30,7 @@ class Connection:
     """One engine process. `closed` is called once, when it has gone, whatever the reason."""
 
     def __init__(
-        self, sock: socket.socket, handler: Handler, closed: Callable[[Connection], None]
+        self, sock: socket.socket, handler: Handler, closed: Callable[[Connection], Awaitable[None]]
     ) -> None:
         self.role = ""
         self.in_process = False
@@ -43,6 +43,7 @@ class Connection:
         self._unsent = bytearray()
         self._fds: list[int] = []
         self._open = True
+        self.ended_by_us = False
         sock.setblocking(False)
         self._loop.add_reader(sock.fileno(), self._readable)
         self._task = asyncio.create_task(self._serve())
@@ -67,7 +68,7 @@ class Connection:
         if sent < len(data):
             self._unsent += memoryview(data)[sent:]
             if len(self._unsent) > MAX_UNSENT:
-                self._end("it does not read")
+                self._end("it does not read", by_us=True)
                 return
             self._loop.add_writer(self._socket.fileno(), self._writable)
 
@@ -98,7 +99,7 @@ class Connection:
             return
         except ProtocolError as error:
             self.send(Failed(code="ProtocolError", message=str(error)))
-            self._end(f"bad message: {error}")
+            self._end(f"bad message: {error}", by_us=True)
         except OSError as error:
             self._end(str(error))
 
@@ -114,14 +115,14 @@ class Connection:
         if not self._unsent:
             self._loop.remove_writer(self._socket.fileno())
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, *, by_us: bool = False) -> None:
         if not self._open:
             return
         self._open = False
+        self.ended_by_us = by_us
         log.debug("connection of %s ended: %s", self.role or "nobody", why)
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_writer(self._socket.fileno())
-        self._socket.close()
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
@@ -139,13 +140,16 @@ class Connection:
                     log.exception("%s failed", type(message).__name__)
                     self.send(Failed(code="AgentError", message=f"internal error: {error!r}"))
         finally:
-            self._closed(self)
+            try:
+                await self._closed(self)
+            finally:
+                self._socket.close()
 
 
 class LocalServer:
     """Listens on the unix socket, and lets in only processes of our own user."""
 
-    def __init__(self, handler: Handler, gone: Callable[[Connection], None]) -> None:
+    def __init__(self, handler: Handler, gone: Callable[[Connection], Awaitable[None]]) -> None:
         self._handler = handler
         self._gone = gone
         self._connections: set[Connection] = set()
@@ -187,9 +191,9 @@ class LocalServer:
             return
         self.adopt(sock, in_process=False)
 
-    def _closed(self, connection: Connection) -> None:
+    async def _closed(self, connection: Connection) -> None:
         self._connections.discard(connection)
-        self._gone(connection)
+        await self._gone(connection)
 
     async def close(self) -> None:
         if self._listener is not None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import zmq.asyncio
 
 from kvagent.agent.identity import Identity
+from kvagent.agent.staging import Staged, Staging
 from kvagent.config import Config, join_address
 from kvagent.core.plan import ReadPlan, assign, make_plan
 from kvagent.errors import HandshakeError, KVAgentError
@@ -39,6 +40,7 @@ class Source:
     remote: RemoteAgent
     plan: ReadPlan
     prepared: Prepared
+    staged: tuple[Staged, ...]
 
     def __str__(self) -> str:
         return f"rank (tp {self.card.tp_rank}, pp {self.card.pp_rank})"
@@ -87,6 +89,7 @@ class PeerBook:
     context: zmq.asyncio.Context
     identity: Callable[[], Identity]
     fabric: Callable[[], Fabric]
+    staging: Callable[[], Staging]
     handshakes: int = 0
     refusals: int = 0
     _sessions: dict[tuple[str, str, int], asyncio.Task[Session]] = field(default_factory=dict)
@@ -162,7 +165,10 @@ class PeerBook:
                 plan = make_plan(me.layout, card.layout, assignment)
                 fabric = self.fabric()
                 prepared = await fabric.prepare(remote, plan.local_rows, plan.remote_rows)
-                found.append(Source(card=card, remote=remote, plan=plan, prepared=prepared))
+                staged = await self.staging().prepare(remote, card.layout, assignment, plan)
+                found.append(
+                    Source(card=card, remote=remote, plan=plan, prepared=prepared, staged=staged)
+                )
         except BaseException:
             await self._disconnect(found)
             raise

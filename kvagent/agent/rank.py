@@ -19,11 +19,11 @@ import zmq.asyncio
 
 from kvagent.agent.causes import cause_text
 from kvagent.agent.identity import Identity
-from kvagent.agent.peers import PeerBook, Source
+from kvagent.agent.peers import PeerBook
+from kvagent.agent.staging import Route, Staging
 from kvagent.config import Config, join_address
 from kvagent.core.compare import differences, engine_shape
 from kvagent.core.layout import MemoryRange, TensorView, build_layout
-from kvagent.core.plan import Selection
 from kvagent.core.specs import CacheSpec, WorkerInfo
 from kvagent.core.stats import ReadStats
 from kvagent.errors import AgentError, KVAgentError, PeerGoneError
@@ -71,6 +71,7 @@ class Rank:
     info: WorkerInfo | None = None
     identity: Identity | None = None
     fabric: Fabric | None = None
+    staging: Staging | None = None
     peers: PeerBook = field(init=False)
     memory: Sequence[MappedMemory] = ()
     bytes_read: int = 0
@@ -82,7 +83,13 @@ class Rank:
 
     def __post_init__(self) -> None:
         self._gate.set()
-        self.peers = PeerBook(self.config, self.context, self.require_identity, self.require_fabric)
+        self.peers = PeerBook(
+            self.config,
+            self.context,
+            self.require_identity,
+            self.require_fabric,
+            self.require_staging,
+        )
 
     @property
     def endpoint(self) -> str:
@@ -97,6 +104,11 @@ class Rank:
         if self.fabric is None:
             raise AgentError("no cache is registered here yet")
         return self.fabric
+
+    def require_staging(self) -> Staging:
+        if self.staging is None:
+            raise AgentError("no cache is registered here yet")
+        return self.staging
 
     # ------------------------------------------------------------ the engine's worker
 
@@ -129,6 +141,9 @@ class Rank:
             await fabric.close()
             raise
         self.fabric, self.memory = fabric, memory
+        self.staging = Staging(
+            fabric, layout, self.config.staging_bytes, self.config.staging_run_bytes
+        )
         self.identity = Identity(
             info=self.info,
             incarnation=uuid.uuid4().hex,
@@ -160,7 +175,10 @@ class Rank:
         for run in self._parts.values():
             run.stop("reset: the engine started afresh")
         self.changed()
-        await fabric.close()  # ends what is in flight; nothing can write any more
+        await fabric.close()  # ends what is in flight; only copies can still write
+        if self.staging is not None:
+            staging, self.staging = self.staging, None
+            await staging.close()
         await self.peers.close()
         for mapped in self.memory:
             mapped.close()
@@ -185,31 +203,31 @@ class Rank:
 
     def start_part(self, part: Part, done: Callable[[str, PartState], None]) -> PartState:
         """Starts a part, or says how it stands when it is known. `done` is called at its end."""
-        run = self._parts.get(part.fetch_id)
+        run = self._parts.get(part.part_id)
         if run is None:
             run = PartRun(CancelFlag(), None)
             run.task = asyncio.create_task(self._run(part, run, done))
-            self._parts[part.fetch_id] = run
+            self._parts[part.part_id] = run
         return run.result or PartState(done=False)
 
-    def abort_part(self, fetch_id: str) -> PartState:
+    def abort_part(self, part_id: str) -> PartState:
         """Posts nothing more of a part; also of one that has yet to come."""
-        run = self._parts.get(fetch_id)
+        run = self._parts.get(part_id)
         if run is None:
             run = PartRun(CancelFlag(), None, forget_at=time.monotonic() + KEEP_PARTS)
             run.result = PartState(done=True, failure="cancelled: before it started")
-            self._parts[fetch_id] = run
+            self._parts[part_id] = run
         run.stop("cancelled")
         return run.result or PartState(done=False)
 
-    async def fence(self, fetch_id: str) -> None:
+    async def fence(self, part_id: str) -> None:
         """Ends a part whose peer hangs, by a new fetching agent; afterwards it cannot write.
 
         NIXL can only end all reads of an agent, so new ones wait and the others in flight get
         `fence_seconds` to finish first. Peers that read from us notice nothing.
         """
         async with self._fencing:
-            hung = self._parts.get(fetch_id)
+            hung = self._parts.get(part_id)
             if self.fabric is None or hung is None or hung.result is not None:
                 return
             self._gate.clear()
@@ -221,7 +239,7 @@ class Rank:
                 }
                 if others:
                     await asyncio.wait(others, timeout=self.config.fence_seconds)
-                log.warning("fence: fetch %s hangs; a new fetching agent ends it", fetch_id)
+                log.warning("fence: part %s hangs; a new fetching agent ends it", part_id)
                 self.fences += 1
                 await self.fabric.fence()
                 self.peers.forget_memory()
@@ -230,11 +248,11 @@ class Rank:
 
     def sweep(self, now: float) -> None:
         """Forgets old results. `now` is `time.monotonic()`."""
-        for fetch_id, run in list(self._parts.items()):
+        for part_id, run in list(self._parts.items()):
             if now >= run.forget_at or (
                 run.result is not None and len(self._parts) > MAX_KEPT_PARTS
             ):
-                del self._parts[fetch_id]
+                del self._parts[part_id]
 
     def reading(self) -> int:
         return sum(run.result is None for run in self._parts.values())
@@ -252,11 +270,11 @@ class Rank:
         except KVAgentError as error:
             state = PartState(done=True, failure=cause_text(error))
         except Exception as error:
-            log.exception("part %s", part.fetch_id)
+            log.exception("part %s", part.part_id)
             state = PartState(done=True, failure=f"internal: {error}")
         run.result = state
         run.forget_at = time.monotonic() + KEEP_PARTS
-        done(part.fetch_id, state)
+        done(part.part_id, state)
         return state
 
     async def _read(self, part: Part, run: PartRun, started: float) -> ReadStats:
@@ -273,13 +291,14 @@ class Rank:
             local_blocks = unpack_blocks(part.local_blocks)
             span = (part.start_token, part.num_tokens)
             # Every source is checked before any is read.
-            chosen = [
-                (source, source.plan.select(local_blocks, remote_blocks, *span))
+            staging = self.require_staging()
+            routes = [
+                staging.route(source, source.plan.locate(local_blocks, remote_blocks, *span))
                 for source in sources
             ]
             wait = time.monotonic() - started
             results = await asyncio.gather(
-                *(self._read_source(source, picked, run.cancelled) for source, picked in chosen),
+                *(self._read_source(staging, route, run.cancelled) for route in routes),
                 return_exceptions=True,
             )
         finally:
@@ -311,10 +330,10 @@ class Rank:
             task.cancel()
 
     async def _read_source(
-        self, source: Source, selection: Selection, cancelled: CancelFlag
+        self, staging: Staging, route: Route, cancelled: CancelFlag
     ) -> ReadStats:
         try:
-            return await self.require_fabric().read(source.prepared, selection, cancelled)
+            return await staging.read(route, cancelled)
         except KVAgentError:
             cancelled.cancel("cancelled: another source of this fetch failed")
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 
@@ -18,7 +19,13 @@ log = logging.getLogger("kvagent")
 
 
 def nixl_fabric(name: str, config: Config) -> Fabric:
-    """The real fabric; NIXL is loaded only now."""
+    """The real fabric; NIXL is loaded only now.
+
+    UCX listens on every interface unless it is told otherwise. A sidecar that binds to loopback
+    is for this host, and so is its data plane; a setting of the user's stays.
+    """
+    if config.is_loopback() and "UCX_NET_DEVICES" not in os.environ:
+        os.environ["UCX_NET_DEVICES"] = "lo"
     from kvagent.fabric.nixl import NixlFabric
 
     return NixlFabric(name, piece_bytes=config.piece_bytes, inflight_bytes=config.inflight_bytes)

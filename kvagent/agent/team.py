@@ -116,6 +116,11 @@ class Team:
         absent = [i for i in range(1, self._me.world_size) if i not in self._members]
         return f"waiting for ranks {absent} of {self._me.world_size}" if absent else ""
 
+    def silent_text(self, now: float) -> str:
+        """Names the silent followers for people; empty when there are none."""
+        silent = self.silent(now)
+        return f"ranks {silent} have been silent for {SILENT_SECONDS:g} s" if silent else ""
+
     def silent(self, now: float) -> list[int]:
         """Followers that have not been heard of for `SILENT_SECONDS`."""
         return [m.index for m in self._members.values() if now - m.last_seen > SILENT_SECONDS]

@@ -50,6 +50,7 @@ class EmbeddedAgent:
         self._thread.start()
         self._started.wait()
         if self._failure is not None:
+            self._thread.join()
             raise self._failure
         self._worker = WorkerClient(self._open())
         self._engine: EngineClient | None = None

@@ -22,7 +22,7 @@ from kvagent.client.ticket import make_ticket, read_ticket
 from kvagent.core.output import KVConnectorOutput
 from kvagent.errors import AgentError, AgentLostError, DrainingError, KVAgentError
 from kvagent.wire import local
-from kvagent.wire.codec import BlockIds, block_arrays, pack_blocks
+from kvagent.wire.codec import BlockIds, pack_blocks
 from kvagent.wire.messages import (
     Ack,
     Attach,
@@ -64,6 +64,7 @@ class EngineClient:
         self._drained: Drained | None = None
         self._failure: KVAgentError | None = None
         self._lost = False
+        self._broken: AgentError | None = None
         self._draining = False
         self._wake_read, self._wake_write = socket.socketpair()
         self._closing = False
@@ -94,22 +95,20 @@ class EngineClient:
         ready = self._require_ready()
         if num_tokens < 1:
             raise AgentError(f"offer of {num_tokens} tokens: there is nothing to send")
-        arrays = block_arrays(block_ids)
-        transfer_id, token = secrets.token_hex(16), secrets.token_bytes(16)
+        blocks = pack_blocks(block_ids)
+        secret = secrets.token_bytes(32)
+        transfer_id, token = secret[:16].hex(), secret[16:]
         self._send(
             Offer(
                 request_id=request_id,
                 transfer_id=transfer_id,
                 token=token,
-                blocks=tuple(ids.tobytes() for ids in arrays),
+                blocks=blocks,
                 num_tokens=num_tokens,
             )
         )
         self._offered[request_id] += 1
-        ids = [group.tolist() for group in arrays]  # a copy: the engine's list goes on changing
-        return make_ticket(
-            ready, request_id, transfer_id, token, ids if len(ids) > 1 else ids[0], num_tokens
-        )
+        return make_ticket(ready, request_id, transfer_id, token, block_ids, num_tokens)
 
     def fetch(
         self,
@@ -169,7 +168,13 @@ class EngineClient:
         self._send(Cancel(request_id=request_id))
 
     def step(self) -> KVConnectorOutput:
-        """Everything that ended since the last call, each request once."""
+        """Everything that ended since the last call, each request once.
+
+        When the sidecar is gone, everything open is reported as ended. Raises `AgentError` when
+        the connection broke while the sidecar lives: then it may still write into blocks.
+        """
+        if self._broken is not None:
+            raise self._broken
         out = KVConnectorOutput()
         lost = self._lost  # asked first: the thread may put reports in until it says so
         if self._reports:
@@ -298,7 +303,10 @@ class EngineClient:
                         if self._unsent:
                             events |= selectors.EVENT_WRITE
                     selector.modify(self._socket, events)
-            except (OSError, KVAgentError) as error:
+            except KVAgentError as error:  # what the sidecar sent makes no sense to us
+                log.error("connection to the sidecar failed: %s", error)
+                self._broken = AgentError(f"the connection to the sidecar broke: {error}")
+            except OSError as error:
                 log.error("connection to the sidecar failed: %s", error)
             finally:
                 with self._send_lock:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import msgspec
 
 from kvagent.errors import BlockRangeError, TicketError
-from kvagent.wire.codec import MAX_BLOCKS, BlockIds, pack_blocks
+from kvagent.wire.codec import MAX_BLOCKS, BlockIds, pack_blocks, unpack_blocks
 from kvagent.wire.messages import PROTOCOL, Ready
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
@@ -31,7 +31,7 @@ class Inner(msgspec.Struct, frozen=True, kw_only=True):
 
 class Outer(msgspec.Struct, frozen=True, kw_only=True):
     remote_engine_id: Name
-    remote_block_ids: list[int | list[int]]
+    remote_block_ids: list[Any]
     remote_host: Name
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     kvagent: Inner
@@ -65,7 +65,7 @@ def make_ticket(
         "do_remote_decode": False,
         "remote_engine_id": ready.engine_id,
         "remote_request_id": request_id,
-        "remote_block_ids": block_ids,
+        "remote_block_ids": _copied(block_ids),
         "remote_host": ready.host,
         "remote_port": ready.port,
         "tp_size": ready.tp_size,
@@ -80,6 +80,14 @@ def make_ticket(
     }
 
 
+def _copied(block_ids: BlockIds) -> list[Any]:
+    """Lists that are the ticket's own: the engine's go on changing."""
+    if type(block_ids) is list and (not block_ids or type(block_ids[0]) is int):
+        return list(block_ids)
+    lists = [group.tolist() for group in unpack_blocks(pack_blocks(block_ids))]
+    return lists if len(lists) > 1 else lists[0]
+
+
 def read_ticket(ticket: Mapping[str, Any]) -> Ticket:
     """Checks a ticket that came from outside; `TicketError` names what is wrong with it."""
     if not isinstance(ticket, Mapping) or "kvagent" not in ticket:
@@ -92,7 +100,7 @@ def read_ticket(ticket: Mapping[str, Any]) -> Ticket:
         raise TicketError(f"ticket of protocol {inner['protocol']!r}, this is protocol {PROTOCOL}")
     try:
         outer = msgspec.convert(ticket, Outer)
-        blocks = pack_blocks(cast("BlockIds", outer.remote_block_ids))
+        blocks = pack_blocks(outer.remote_block_ids)
         (outer.remote_engine_id + outer.remote_host).encode()
         (outer.kvagent.epoch + outer.kvagent.transfer_id).encode()
     except BlockRangeError as error:

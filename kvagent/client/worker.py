@@ -91,6 +91,8 @@ class WorkerClient:
         places: dict[int, int] = {}
         try:
             for name, tensor in tensors.items():
+                if tensor.device.type != "cpu":
+                    raise GeometryError(f"{name!r} is on {tensor.device}: only host memory yet")
                 storage = tensor.untyped_storage()
                 key = storage.data_ptr()
                 if key not in places:

@@ -80,6 +80,7 @@ class Lease:
     expires_at: float
     state: LeaseState = LeaseState.OFFERED
     holder: str = ""
+    consumer: str = ""
 
     @property
     def live(self) -> bool:
@@ -91,6 +92,7 @@ class ParkedClaim:
     token: bytes
     fetch_id: str
     digest: bytes
+    consumer: str
     until: float
 
 
@@ -146,7 +148,9 @@ class LeaseTable:
         parked = self._parked.pop(transfer_id, None)
         if parked is None:
             return None
-        verdict = self.claim(now, transfer_id, parked.token, parked.fetch_id, parked.digest)
+        verdict = self.claim(
+            now, transfer_id, parked.token, parked.fetch_id, parked.digest, parked.consumer
+        )
         assert verdict is not None  # the offer is there: nothing to park
         return parked.fetch_id, verdict
 
@@ -163,6 +167,11 @@ class LeaseTable:
         for lease in list(self._live.values()):
             self._end(now, lease, LeaseState.REVOKED)
 
+    def drop_consumer(self, now: float, engine_id: str) -> None:
+        """An engine is gone: the leases that it holds end."""
+        for lease in [lease for lease in self._live.values() if lease.consumer == engine_id]:
+            self._end(now, lease, LeaseState.REVOKED)
+
     def take_finished(self) -> set[str]:
         """Requests whose blocks may be reused, each exactly once."""
         finished, self._finished = self._finished, set()
@@ -171,14 +180,20 @@ class LeaseTable:
     # ------------------------------------------------------------ the consumer's side
 
     def claim(
-        self, now: float, transfer_id: str, token: bytes, fetch_id: str, digest: bytes
+        self,
+        now: float,
+        transfer_id: str,
+        token: bytes,
+        fetch_id: str,
+        digest: bytes,
+        consumer: str = "",
     ) -> Verdict | None:
-        """Binds the lease to `fetch_id`. None: parked, the answer comes from `offer` or `sweep`."""
+        """Binds the lease to `fetch_id` of engine `consumer`. None: parked, the answer comes from `offer` or `sweep`."""
         lease = self._find(now, transfer_id)
         if lease is None:
             if transfer_id not in self._parked and len(self._parked) < self.max_parked:
                 until = now + self.park_seconds
-                self._parked[transfer_id] = ParkedClaim(token, fetch_id, digest, until)
+                self._parked[transfer_id] = ParkedClaim(token, fetch_id, digest, consumer, until)
             parked = self._parked.get(transfer_id)
             same = parked is not None and parked.fetch_id == fetch_id
             return None if same else Verdict.UNKNOWN
@@ -190,7 +205,7 @@ class LeaseTable:
             return Verdict.USED
         if lease.digest != digest:
             return Verdict.MISMATCH
-        lease.holder = fetch_id
+        lease.holder, lease.consumer = fetch_id, consumer
         lease.state = LeaseState.CLAIMED
         lease.expires_at = now + self.lease_seconds
         return Verdict.HELD

@@ -6,11 +6,14 @@ import msgspec
 
 
 class ReadStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One rank's share of one fetch. Seconds; `wait` is the handshake and the queue before the
-    first post, `post` the time inside NIXL's post call, `wire` from first post to last byte."""
+    """One rank's share of one fetch. `nbytes` are those that were wanted, `staged` those that were
+    read into the staging buffer for some of them. Seconds; `wait` is the handshake and the queue
+    before the first post, `post` the time inside NIXL's post call, `wire` from first post to last
+    byte in its place."""
 
     nbytes: int = 0
     descriptors: int = 0
+    staged: int = 0
     wait: float = 0.0
     post: float = 0.0
     wire: float = 0.0
@@ -20,6 +23,7 @@ class ReadStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return ReadStats(
             nbytes=self.nbytes + other.nbytes,
             descriptors=self.descriptors + other.descriptors,
+            staged=self.staged + other.staged,
             wait=max(self.wait, other.wait),
             post=max(self.post, other.post),
             wire=max(self.wire, other.wire),
@@ -31,6 +35,7 @@ class FetchStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     bytes: int
     descriptors: int
+    staged: int
     seconds: float
     wait: float
     post: float

@@ -37,10 +37,9 @@ class Message(
 
 
 class Join(Message, frozen=True, tag="join"):
-    """A worker process says who it is. `reattach`: take back the cache that is here."""
+    """A worker process says who it is, and starts afresh."""
 
     info: WorkerInfo
-    reattach: bool = False
 
 
 class JoinAccepted(Message, frozen=True, tag="join_accepted"):
@@ -281,13 +280,14 @@ class Refused(Message, frozen=True, tag="refused"):
 class Claim(Message, frozen=True, tag="claim"):
     """Consumer leader -> producer leader: "fetch `fetch_id` will read transfer `transfer_id`".
 
-    `digest` is of the block ids that the ticket named: a ticket that was altered on its way is
+    `engine_id` is the consumer's. `digest` is of the block ids that the ticket named: a ticket that was altered on its way is
     refused before its bytes are used. -> `Verdict`.
     """
 
     transfer_id: str
     token: bytes
     fetch_id: str
+    engine_id: str
     digest: bytes
 
 
@@ -331,9 +331,12 @@ class Verdict(Message, frozen=True, tag="verdict"):
 
 
 class Part(Message, frozen=True, tag="part"):
-    """Leader -> follower: your share of a fetch; sent again until it is done. -> `PartState`."""
+    """Leader -> follower: your share of a fetch; sent again until it is done. -> `PartState`.
 
-    fetch_id: str
+    `part_id` is known inside the engine only: nobody who was told the fetch's id can end it.
+    """
+
+    part_id: str
     engine_id: str
     host: str
     port: int
@@ -357,7 +360,7 @@ class PartDone(Message, frozen=True, tag="part_done"):
     engine_id: str
     tp_rank: int
     pp_rank: int
-    fetch_id: str
+    part_id: str
     failure: str = ""
     stats: ReadStats | None = None
 
@@ -365,7 +368,7 @@ class PartDone(Message, frozen=True, tag="part_done"):
 class AbortPart(Message, frozen=True, tag="abort_part"):
     """Leader -> follower: post nothing more; `fence`: end what is in flight too. -> `PartState`."""
 
-    fetch_id: str
+    part_id: str
     fence: bool = False
 
 

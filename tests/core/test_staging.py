@@ -2,42 +2,51 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
-from oracle import Case, build_side, cases, run, transfers
+from oracle import Case, Rank, build_side, cases, transfers
 from rigs import BLOCKS_FIRST, HND, NHD, engine, full
 
 from kvagent.core.layout import MemoryRange, RankLayout
 from kvagent.core.plan import assign, make_plan
 from kvagent.core.specs import MambaSpec
-from kvagent.core.staged import StagedTrack
+from kvagent.core.staged import Chunk, StagedPart, StagedTrack
 from kvagent.core.staging import AREAS, Buffer, plan_staging, stage_track
+from kvagent.core.track import Granules, Track
 
-GUARD = 64
 BASE = 1 << 59
 
 
-def fill(part, chunk, area, staging, remote) -> None:
-    """Read a chunk into its area of `staging` (bytes with guards around), as a fabric would."""
+def move(
+    moved: list[tuple[int, int, int]],
+    into: Sequence[MemoryRange],
+    out_of: Sequence[MemoryRange],
+) -> None:
+    for destination, source, nbytes in moved:
+        for address, ranges in ((destination, into), (source, out_of)):
+            assert any(
+                each.address <= address and address + nbytes <= each.address + each.nbytes
+                for each in ranges
+            )
+        ctypes.memmove(destination, source, nbytes)
+
+
+def fill(part: StagedPart, chunk: Chunk, number: int, area: np.ndarray, remote: Rank) -> None:
+    """Read a chunk into its area, as a fabric would."""
     rows = SimpleNamespace(local_rows=part.local_rows, remote_rows=part.plan.remote_rows)
-    moved = transfers(rows, part.selection(chunk, area))
-    there = SimpleNamespace(
-        layout=SimpleNamespace(ranges=(MemoryRange(BASE - GUARD, len(staging)),)), memory=[staging]
-    )
-    written = [np.zeros(len(staging), dtype=np.uint8)]
-    run(moved, there, remote, written)
-    begin = GUARD + area * (len(staging) - 2 * GUARD) // AREAS
-    inside = written[0][begin : begin + (len(staging) - 2 * GUARD) // AREAS]
-    assert inside.sum() == written[0].sum(), "written outside the area"
-    assert inside.max() <= 1, "two regions share bytes of the area"
-
-
-def zeros(rank) -> list[np.ndarray]:
-    return [np.zeros(len(memory), dtype=np.uint8) for memory in rank.memory]
+    moved = transfers(rows, part.selection(chunk, number))
+    written = np.zeros(len(area), dtype=np.uint8)
+    for destination, _, nbytes in moved:
+        at = destination - area.ctypes.data
+        written[at : at + nbytes] += 1
+    assert written.max() <= 1, "two regions share bytes of the area"
+    move(moved, [MemoryRange(area.ctypes.data, len(area))], remote.layout.ranges)
 
 
 @given(cases(), st.booleans(), st.sampled_from([1, 2, 5, 100]), st.booleans())
@@ -45,8 +54,8 @@ def test_the_same_bytes_as_a_direct_read(
     case: Case, all_heads: bool, blocks: int, split: bool
 ) -> None:
     rng = np.random.default_rng(case.seed)
-    local = build_side(case, case.local, rng, 0)
-    remote = build_side(case, case.remote, rng, 100)
+    local = build_side(case, case.local, rng)
+    remote = build_side(case, case.remote, rng)
     layouts = [rank.layout for rank in remote.ranks]
     staged_any = 0
     for rank in local.ranks:
@@ -55,7 +64,8 @@ def test_the_same_bytes_as_a_direct_read(
             plan = make_plan(rank.layout, source.layout, assignment)
             found = plan.locate(local.tables, remote.tables, case.start, case.stop)
             before = [memory.copy() for memory in rank.memory]
-            run(transfers(plan, plan.pick(found)), rank, source, zeros(rank))
+            ranges = rank.layout.ranges, source.layout.ranges
+            move(transfers(plan, plan.pick(found)), *ranges)
             expected = [memory.copy() for memory in rank.memory]
             for memory, old in zip(rank.memory, before, strict=True):
                 memory[:] = old
@@ -63,43 +73,39 @@ def test_the_same_bytes_as_a_direct_read(
             for track in found:
                 if not track.tokenwise:
                     continue
-                whole = stage_track(
-                    rank.layout, source.layout, assignment, plan, track, Buffer(BASE, 1 << 30), True
-                )
+
+                def stage(buffer: Buffer, heads: bool, track: Track = track) -> StagedTrack | None:
+                    pair = (rank.layout, source.layout)  # noqa: B023
+                    return stage_track(*pair, assignment, plan, track, buffer, heads)  # noqa: B023
+
+                whole = stage(Buffer(BASE, 1 << 30), True)
                 assert whole is not None
                 (part,) = whole.parts
-                area = max(part.block_bytes * blocks // (2 if split else 1), 1)
-                staged = stage_track(
-                    rank.layout,
-                    source.layout,
-                    assignment,
-                    plan,
-                    track,
-                    Buffer(BASE, area),
-                    all_heads,
-                )
+                area_bytes = max(part.block_bytes * blocks // (2 if split else 1), 1)
+                staging = rng.integers(0, 256, AREAS * area_bytes, dtype=np.uint8)
+                staged = stage(Buffer(staging.ctypes.data, area_bytes), all_heads)
                 if staged is None:
                     event("a region is more than an area")
                     continue
-                granules = rest.pop(track)
-                _stage_through(staged, granules, area, rank, source, rng)
+                _stage(staged, rest.pop(track), staging, rank, source)
                 staged_any += 1
                 event(f"parts: {min(len(staged.parts), 3)}")
-            run(transfers(plan, plan.pick(rest)), rank, source, zeros(rank))
+            move(transfers(plan, plan.pick(rest)), *ranges)
             for memory, wanted in zip(rank.memory, expected, strict=True):
                 assert np.array_equal(memory, wanted)
     event(f"staged: {'none' if not staged_any else 'some'}")
 
 
-def _stage_through(staged: StagedTrack, granules, area_bytes: int, rank, source, rng) -> None:
-    staging = rng.integers(0, 256, AREAS * area_bytes + 2 * GUARD, dtype=np.uint8)
+def _stage(
+    staged: StagedTrack, granules: Granules, staging: np.ndarray, rank: Rank, source: Rank
+) -> None:
+    areas = np.split(staging, AREAS)
     for part in staged.parts:
         for number, chunk in enumerate(part.chunks(granules)):
             assert 0 < len(chunk.blocks) <= part.capacity
-            area = number % AREAS
-            fill(part, chunk, area, staging, source)
-            begin = GUARD + area * area_bytes
-            part.copy(chunk, rank.memory, staging[begin : begin + area_bytes])
+            area = areas[number % AREAS]
+            fill(part, chunk, number % AREAS, area, source)
+            part.copy(chunk, rank.memory, area)
 
 
 def plans(local: RankLayout, remotes: list[RankLayout], buffer: int = 1 << 20, run: int = 8192):
