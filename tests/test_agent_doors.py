@@ -317,7 +317,7 @@ def still_good(producer: Engine, consumer: Engine) -> None:
 
 def part(fetch_id: str) -> Part:
     return Part(
-        fetch_id=fetch_id,
+        part_id=fetch_id,
         engine_id="prefill",
         host="127.0.0.1",
         port=1,
@@ -334,17 +334,17 @@ def test_what_a_stranger_may_not_ask(pair: tuple[Engine, Engine, Stranger], stag
     producer, consumer, stranger = pair
     leader = consumer.workers[0].endpoint
     shape = stage.call(lambda: consumer_shape(stage))
-    done = PartDone(engine_id="decode", tp_rank=1, pp_rank=0, fetch_id="f")
+    done = PartDone(engine_id="decode", tp_rank=1, pp_rank=0, part_id="f")
     refused: list[tuple[Peer, str]] = [
         (Ok(), "is no question"),
         (Welcomed(leader="x"), "is no question"),
         (Verdict(verdict="held", epoch="", lease_seconds=1), "is no question"),
         (Refused(code="x", message="y"), "is no question"),
         (part("f"), "follows nobody"),
-        (PartDone(engine_id="other", tp_rank=1, pp_rank=0, fetch_id="f"), "no follower here"),
-        (PartDone(engine_id="decode", tp_rank=0, pp_rank=0, fetch_id="f"), "no follower here"),
-        (PartDone(engine_id="decode", tp_rank=-1, pp_rank=0, fetch_id="f"), "no follower here"),
-        (PartDone(engine_id="decode", tp_rank=9, pp_rank=9, fetch_id="f"), "no follower here"),
+        (PartDone(engine_id="other", tp_rank=1, pp_rank=0, part_id="f"), "no follower here"),
+        (PartDone(engine_id="decode", tp_rank=0, pp_rank=0, part_id="f"), "no follower here"),
+        (PartDone(engine_id="decode", tp_rank=-1, pp_rank=0, part_id="f"), "no follower here"),
+        (PartDone(engine_id="decode", tp_rank=9, pp_rank=9, part_id="f"), "no follower here"),
         (Hello(sender="x", engine_id="other", shape=shape), "'decode' is here, not 'other'"),
         (Meet(engine_id="other", shape=shape, incarnation="x"), "is here, not other"),
         (Meet(engine_id="decode", shape=shape, incarnation="x"), "new incarnation"),
@@ -354,7 +354,7 @@ def test_what_a_stranger_may_not_ask(pair: tuple[Engine, Engine, Stranger], stag
         assert isinstance(answer, str), message
         assert text in answer
         assert leader in answer
-    for message in (done, AbortPart(fetch_id="f"), AbortPart(fetch_id="g", fence=True)):
+    for message in (done, AbortPart(part_id="f"), AbortPart(part_id="g", fence=True)):
         assert not isinstance(stranger.ask(message), str)
     assert stranger.ask(Drop(engine_id="nobody")) == Ok()
     still_good(producer, consumer)
@@ -375,10 +375,18 @@ def test_guesses_about_leases(pair: tuple[Engine, Engine, Stranger], stage: Stag
         known = ticket["kvagent"]["transfer_id"]
         guess = random.Random(0).randbytes(16)
         for message, verdict in [
-            (Claim(transfer_id=known, token=guess, fetch_id="f", digest=b""), "forbidden"),
+            (
+                Claim(
+                    transfer_id=known, token=guess, fetch_id="f", engine_id="stranger", digest=b""
+                ),
+                "forbidden",
+            ),
             (Release(transfer_id=known, token=guess), "forbidden"),
             (Release(transfer_id="x", token=guess), "unknown"),
-            (Claim(transfer_id=known, token=b"", fetch_id="f", digest=b""), "forbidden"),
+            (
+                Claim(transfer_id=known, token=b"", fetch_id="f", engine_id="stranger", digest=b""),
+                "forbidden",
+            ),
         ]:
             answer = stranger.ask(message)
             assert isinstance(answer, Verdict)
@@ -402,7 +410,10 @@ def test_claims_of_what_is_never_offered(
 
     async def flood() -> list[Any]:
         claims = [
-            Claim(transfer_id=f"t{i}", token=b"", fetch_id=f"f{i}", digest=b"") for i in range(50)
+            Claim(
+                transfer_id=f"t{i}", token=b"", fetch_id=f"f{i}", engine_id="stranger", digest=b""
+            )
+            for i in range(50)
         ]
         return await asyncio.gather(*(stranger._client.call(c, LONG) for c in claims))
 

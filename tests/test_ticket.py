@@ -78,6 +78,18 @@ def test_the_names_that_routers_pass_through() -> None:
     }
 
 
+def test_a_ticket_is_its_own() -> None:
+    """The engine goes on changing its block table, which need not be a list either."""
+    ids = [3, 5, 7]
+    made = make_ticket(READY, "request", "transfer", TOKEN, ids, 40)
+    ids.clear()
+    assert made == ticket()
+    tables: list[Any] = [np.array([3, 5, 7]), (3, 5, 7), [np.int32(3), 5, 7], [[3, 5, 7]]]
+    for table in tables:
+        made = make_ticket(READY, "request", "transfer", TOKEN, table, 40)
+        assert json.dumps(made) == json.dumps(ticket())
+
+
 def test_what_others_add_is_no_harm() -> None:
     """Routers add keys of their own, and a mapping need not be a dict."""
     made = ticket(remote_dp_rank=0, kvagent__hint="x")
