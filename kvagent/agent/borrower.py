@@ -319,7 +319,7 @@ class Borrower:
         return f"{answer.verdict}: {_MEANING.get(answer.verdict, 'the producer said no')}"
 
     def _start_reads(self, running: Running) -> None:
-        record, message = running.record, running.message
+        message = running.message
         part = Part(
             part_id=running.part_id,
             engine_id=message.engine_id,

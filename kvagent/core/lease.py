@@ -188,7 +188,10 @@ class LeaseTable:
         digest: bytes,
         consumer: str = "",
     ) -> Verdict | None:
-        """Binds the lease to `fetch_id` of engine `consumer`. None: parked, the answer comes from `offer` or `sweep`."""
+        """Binds the lease to `fetch_id` of engine `consumer`.
+
+        None: parked, the answer comes from `offer` or `sweep`.
+        """
         lease = self._find(now, transfer_id)
         if lease is None:
             if transfer_id not in self._parked and len(self._parked) < self.max_parked:
