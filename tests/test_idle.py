@@ -9,7 +9,7 @@ import psutil
 
 from tests.harness import Engine, random_fill, start
 
-SECONDS = 4.0
+SECONDS = 3.0
 MIB = 2**20
 
 
@@ -40,7 +40,7 @@ def test_idle_sidecars(tmp_path: Path) -> None:
             time.sleep(SECONDS)
             passed = time.monotonic() - began
             used = [busy(p) - b for p, b in zip(processes, before, strict=True)]
-        # cpu_times has ticks of 10 ms: 2 % of four seconds are eight of them.
+        # cpu_times has ticks of 10 ms: 2 % of three seconds are six of them.
         assert max(used) / passed < 0.02, [f"{100 * u / passed:.1f} %" for u in used]
     finally:
         for sidecar in sidecars:

@@ -137,6 +137,7 @@ class PeerBook:
             await client.close()
             raise
         log.info("met engine %s at %s: %d ranks", engine_id, client, len(answer.ranks))
+        _log_one_sided(me, answer, engine_id)
         return Session(
             engine_id=engine_id,
             client=client,
@@ -252,6 +253,20 @@ class PeerBook:
                 await self.fabric().disconnect(source.remote)
             except KVAgentError as error:  # the fabric is closed, or a newer one
                 log.debug("disconnect: %s", error)
+
+
+def _log_one_sided(me: Identity, welcome: Welcome, engine_id: str) -> None:
+    """Names the layers that only one side has; they take no part in transfers.
+
+    With pipeline stages each rank speaks of its own layers only: it does not know the others'.
+    """
+    ours = set(me.layout.layers)
+    theirs = {layer for card in welcome.ranks for layer in card.layout.layers}
+    only_ours = sorted(ours - theirs)
+    only_theirs = sorted(theirs - ours) if me.info.pp_size == 1 else []
+    for layers, where in ((only_ours, me.info.engine_id), (only_theirs, engine_id)):
+        if layers:
+            log.info("left out, since only engine %s has them: %s", where, ", ".join(layers))
 
 
 def _result(task: asyncio.Task[Session]) -> Session | None:
