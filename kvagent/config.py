@@ -52,10 +52,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Bytes handed to NIXL in one post."""
     inflight_bytes: int = 64 << 20
     """Most bytes in flight from one peer rank."""
-    staging_bytes: int = 16 << 20
+    staging_bytes: int = 32 << 20
     """Size of the buffer for reads whose runs are short; it is made when the first peer needs it.
     Not for states and GPU memory, which are always read directly. 0: none."""
-    staging_run_bytes: int = 8192
+    staging_run_bytes: int = 4096
     """Runs that are at least this long on average are never staged."""
     log_level: str = "info"
     """debug, info, warning or error."""

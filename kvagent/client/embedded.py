@@ -151,6 +151,7 @@ class EmbeddedAgent:
             self._failure = error
         finally:
             self._started.set()
+            loop.run_until_complete(loop.shutdown_default_executor())
             loop.close()
 
     async def _serve(self) -> None:

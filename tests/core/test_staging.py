@@ -108,7 +108,7 @@ def _stage(
             part.copy(chunk, rank.memory, area)
 
 
-def plans(local: RankLayout, remotes: list[RankLayout], buffer: int = 1 << 20, run: int = 8192):
+def plans(local: RankLayout, remotes: list[RankLayout], buffer: int = 1 << 20, run: int = 4096):
     (assignment, *_) = assign(local, remotes)
     remote = remotes[assignment.remote]
     plan = make_plan(local, remote, assignment)
@@ -130,7 +130,7 @@ def test_short_runs_are_staged_as_whole_blocks() -> None:
     assert staged.copy_run == 128
     found = plan.locate(tables(*range(32)), tables(*range(32)), 0, 512)
     (granules,) = found.values()
-    assert staged.is_better(plan, granules, 8192)
+    assert staged.is_better(plan, granules, 4096)
     assert not staged.is_better(plan, granules, 128), "runs of 128 bytes are long enough"
 
 
@@ -193,4 +193,4 @@ def test_small_reads_are_direct() -> None:
         engine(full(axes=HND, head_size=64), 1)[0], engine(full(axes=NHD, head_size=64), 1)
     )
     (one,) = plan.locate(tables(0), tables(0), 0, 1).values()
-    assert not staged.is_better(plan, one, 8192), "8 descriptors cost less than a step"
+    assert not staged.is_better(plan, one, 4096), "8 descriptors cost less than a step"
