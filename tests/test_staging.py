@@ -28,12 +28,11 @@ def producers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Sidecar
     yield from running(tmp_path_factory.mktemp("producers"), 4)
 
 
-@pytest.fixture(scope="module", params=["staged", "small buffer", "off"])
+@pytest.fixture(scope="module", params=["staged", "off"])
 def consumers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, list[Sidecar]]]:
-    # The small one holds less than a block of all layers: parts, and a block at a time.
-    size = {"staged": 1 << 20, "small buffer": 20_000, "off": 0}[request.param]
+    size = {"staged": 600_000, "off": 0}[request.param]  # a few blocks at a time
     folder = tmp_path_factory.mktemp("consumers")
     settings = folder / "settings.toml"
     settings.write_text(f"staging_bytes = {size}\n")
@@ -82,7 +81,4 @@ def test_equal_bytes(
         wanted = TOKENS * 8 * 16 * 4 * 2 * 4
         assert stats["bytes"] == wanted
         assert stats["descriptors"] > 0
-        if buffer == "staged":
-            assert stats["staged"] >= wanted
-        elif buffer == "off":
-            assert stats["staged"] == 0
+        assert stats["staged"] >= wanted if buffer == "staged" else stats["staged"] == 0

@@ -18,8 +18,8 @@ from kvagent.errors import BlockRangeError, GeometryError, ProtocolError
 
 T = TypeVar("T")
 
-MAX_BLOCKS = 1 << 22
-"""Most block ids one transfer may name (64 M tokens at 16 tokens a block)."""
+MAX_BLOCKS = 1 << 20
+"""Most block ids one transfer may name (16 M tokens at 16 tokens a block)."""
 
 
 class Codec(Generic[T]):

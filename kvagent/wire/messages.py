@@ -24,7 +24,7 @@ PROTOCOL = 1
 """Version of the peer protocol; it stands in the clear before every message."""
 
 MAX_LOCAL_BYTES = 32 << 20
-MAX_PEER_BYTES = 32 << 20
+MAX_PEER_BYTES = 16 << 20
 
 
 class Message(

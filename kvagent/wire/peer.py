@@ -28,6 +28,9 @@ MAGIC = b"KVA"
 MAX_TASKS = 4096
 """Calls answered at the same time; more are dropped, and their senders send again."""
 
+RECEIVE_WINDOW = 32
+"""Messages of one peer that may wait to be looked at; it is made to wait with the rest."""
+
 Handler = Callable[[Peer], Awaitable[Peer]]
 
 
@@ -48,6 +51,7 @@ class PeerServer:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, RECEIVE_WINDOW)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_PEER_BYTES)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)

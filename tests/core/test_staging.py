@@ -63,6 +63,9 @@ def test_the_same_bytes_as_a_direct_read(
             source = remote.ranks[assignment.remote]
             plan = make_plan(rank.layout, source.layout, assignment)
             found = plan.locate(local.tables, remote.tables, case.start, case.stop)
+            for track, granules in found.items():
+                alone = plan.pick({track: granules})
+                assert plan.measure(track, granules) == (alone.nbytes, alone.descriptors)
             before = [memory.copy() for memory in rank.memory]
             ranges = rank.layout.ranges, source.layout.ranges
             move(transfers(plan, plan.pick(found)), *ranges)
