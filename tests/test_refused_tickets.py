@@ -94,17 +94,21 @@ def with_outer(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (with_inner(transfer_id="0" * 32), "unknown"),
         (with_inner(token="0" * 32), "forbidden"),
         (with_outer(remote_block_ids=[7, 8, 10]), "mismatch"),
+        (with_inner(num_tokens=11), "mismatch"),
         (with_outer(remote_engine_id="somebody"), "handshake"),
         (with_inner(epoch="past.1"), "peer_restarted"),
         (with_outer(remote_port=1), "peer_gone"),
     ],
-    ids=["unknown", "token", "blocks", "engine", "epoch", "port"],
+    ids=["unknown", "token", "blocks", "tokens", "engine", "epoch", "port"],
 )
 def test_altered_ticket(
-    pair: tuple[Engine, Engine], change: Callable[[dict[str, Any]], None], reason: str
+    request: pytest.FixtureRequest,
+    pair: tuple[Engine, Engine],
+    change: Callable[[dict[str, Any]], None],
+    reason: str,
 ) -> None:
     producer, consumer = pair
-    name = f"altered-{reason}"
+    name = request.node.callspec.id
     good = producer.client.offer(name, REMOTE, 12)
     bad = copy.deepcopy(good)
     change(bad)

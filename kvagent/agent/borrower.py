@@ -24,7 +24,7 @@ from kvagent.core.aggregator import KVOutputAggregator
 from kvagent.core.fetch import Action, Event, FetchState, FetchTable
 from kvagent.core.fetch import Fetch as FetchRecord
 from kvagent.core.lease import Verdict as LeaseVerdict
-from kvagent.core.lease import blocks_digest
+from kvagent.core.lease import ticket_digest
 from kvagent.core.output import KVConnectorOutput
 from kvagent.core.stats import FetchStats, ReadStats
 from kvagent.errors import KVAgentError, ProtocolError
@@ -284,7 +284,7 @@ class Borrower:
             token=record.token,
             fetch_id=record.fetch_id,
             engine_id=self.rank.require_identity().info.engine_id,
-            digest=blocks_digest(running.message.remote_blocks),
+            digest=ticket_digest(running.message.remote_blocks, running.message.num_tokens),
         )
         verdict = await self._ask(running, claim)
         if verdict == LeaseVerdict.HELD.value:
@@ -492,7 +492,7 @@ class Borrower:
 _MEANING = {
     LeaseVerdict.UNKNOWN.value: "the producer does not know this transfer",
     LeaseVerdict.FORBIDDEN.value: "the token is not the ticket's",
-    LeaseVerdict.MISMATCH.value: "the ticket's block ids are not those that were offered",
+    LeaseVerdict.MISMATCH.value: "the ticket's blocks or tokens are not those that were offered",
     LeaseVerdict.USED.value: "another fetch used this ticket",
     LeaseVerdict.EXPIRED.value: "the lease ran out and the blocks went back",
     LeaseVerdict.CANCELLED.value: "the producer cancelled the request",

@@ -34,6 +34,7 @@ class Lender:
             message.token,
             message.request_id,
             message.blocks,
+            message.num_tokens,
         )
         if answered is not None:
             self._answer_parked(*answered)

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["LeaseState", "LeaseTable", "Verdict", "blocks_digest"]
+__all__ = ["LeaseState", "LeaseTable", "Verdict", "ticket_digest"]
 
 
 class LeaseState(str, Enum):
@@ -45,7 +45,7 @@ class Verdict(str, Enum):
     RELEASED = "released"  # it ended by a release
     UNKNOWN = "unknown"  # never offered here, or so long ago that it was forgotten
     FORBIDDEN = "forbidden"  # the token is not the ticket's
-    MISMATCH = "mismatch"  # the ticket's block ids are not the offer's
+    MISMATCH = "mismatch"  # the ticket's block ids or tokens are not the offer's
     USED = "used"  # another fetch holds or held it
     EXPIRED = "expired"  # the lease ran out and the blocks went back
     CANCELLED = "cancelled"  # the producer's engine cancelled the request
@@ -61,9 +61,10 @@ _ENDED = {
 }
 
 
-def blocks_digest(blocks: Sequence[bytes]) -> bytes:
-    """32 bytes that stand for the block ids of a ticket, one int32 string per cache group."""
-    digest = hashlib.sha256()
+def ticket_digest(blocks: Sequence[bytes], num_tokens: int) -> bytes:
+    """32 bytes that stand for what a ticket offers: its tokens and the blocks that hold them, one
+    int32 string per cache group."""
+    digest = hashlib.sha256(num_tokens.to_bytes(8, "little"))
     for group in blocks:
         digest.update(len(group).to_bytes(8, "little"))
         digest.update(group)
@@ -127,7 +128,13 @@ class LeaseTable:
     # ------------------------------------------------------------ the engine's side
 
     def offer(
-        self, now: float, transfer_id: str, token: bytes, request_id: str, blocks: Sequence[bytes]
+        self,
+        now: float,
+        transfer_id: str,
+        token: bytes,
+        request_id: str,
+        blocks: Sequence[bytes],
+        num_tokens: int,
     ) -> tuple[str, Verdict] | None:
         """A new lease. Returns `(fetch_id, verdict)` when a parked claim can now be answered.
 
@@ -139,7 +146,7 @@ class LeaseTable:
             transfer_id=transfer_id,
             token=token,
             request_id=request_id,
-            digest=blocks_digest(blocks),
+            digest=ticket_digest(blocks, num_tokens),
             num_blocks=sum(len(group) // 4 for group in blocks),
             expires_at=now + self.lease_seconds,
         )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvagent.core.lease import LeaseTable, Verdict, blocks_digest
+from kvagent.core.lease import LeaseTable, Verdict, ticket_digest
 
 BLOCKS = (b"\x01\0\0\0\x02\0\0\0",)
-DIGEST = blocks_digest(BLOCKS)
+DIGEST = ticket_digest(BLOCKS, 8)
 TOKEN = b"t" * 16
 
 
@@ -19,7 +19,7 @@ def table() -> LeaseTable:
 
 
 def offer(table: LeaseTable, now: float = 0.0, transfer: str = "t", request: str = "r") -> object:
-    return table.offer(now, transfer, TOKEN, request, BLOCKS)
+    return table.offer(now, transfer, TOKEN, request, BLOCKS, 8)
 
 
 def claim(table: LeaseTable, now: float, fetch: str = "f", transfer: str = "t") -> Verdict | None:
