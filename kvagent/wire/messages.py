@@ -280,7 +280,7 @@ class Refused(Message, frozen=True, tag="refused"):
 class Claim(Message, frozen=True, tag="claim"):
     """Consumer leader -> producer leader: "fetch `fetch_id` will read transfer `transfer_id`".
 
-    `engine_id` is the consumer's. `digest` is of the blocks and tokens that the ticket named: a ticket
+    `engine_id` is the consumer's. `digest` is of the blocks and tokens that the ticket named: one
     that was altered on its way is refused before its bytes are used. -> `Verdict`.
     """
 
