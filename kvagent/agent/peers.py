@@ -160,13 +160,19 @@ class PeerBook:
         assignments = assign(me.layout, [card.layout for card in ranks])
         found: list[Source] = []
         try:
-            for assignment in assignments:
+            # What cannot be planned is refused before anybody's memory is opened.
+            plans = [make_plan(me.layout, ranks[a.remote].layout, a) for a in assignments]
+            for assignment, plan in zip(assignments, plans, strict=True):
                 card = ranks[assignment.remote]
                 remote = await self._meet(session, card, me)
-                plan = make_plan(me.layout, card.layout, assignment)
-                fabric = self.fabric()
-                prepared = await fabric.prepare(remote, plan.local_rows, plan.remote_rows)
-                staged = await self.staging().prepare(remote, card.layout, assignment, plan)
+                try:
+                    prepared = await self.fabric().prepare(
+                        remote, plan.local_rows, plan.remote_rows
+                    )
+                    staged = await self.staging().prepare(remote, card.layout, assignment, plan)
+                except BaseException:
+                    await self._part_from(remote)
+                    raise
                 found.append(
                     Source(card=card, remote=remote, plan=plan, prepared=prepared, staged=staged)
                 )
@@ -248,11 +254,14 @@ class PeerBook:
 
     async def _disconnect(self, sources: list[Source]) -> None:
         for source in sources:
-            try:
-                await self.fabric().release(source.prepared)
-                await self.fabric().disconnect(source.remote)
-            except KVAgentError as error:  # the fabric is closed, or a newer one
-                log.debug("disconnect: %s", error)
+            await self._part_from(source.remote)
+
+    async def _part_from(self, remote: RemoteAgent) -> None:
+        """Forgets a peer's memory, and what was prepared for it."""
+        try:
+            await self.fabric().disconnect(remote)
+        except KVAgentError as error:  # the fabric is closed, or a newer one
+            log.debug("disconnect: %s", error)
 
 
 def _log_one_sided(me: Identity, welcome: Welcome, engine_id: str) -> None:

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvagent.config import Config
 from kvagent.core.compare import differences, one_sided_layers
-from kvagent.core.plan import Assignment, assign, make_plan
+from kvagent.core.plan import Assignment, ReadPlan, assign, make_plan
 from kvagent.core.regions import RankLayout
 from kvagent.core.specs import TokenShard
+from kvagent.core.staging import AREAS, Buffer, plan_staging
 from kvagent.errors import ConfigError, UnsupportedGeometry
 from kvagent.planner.describe import Engine
 from kvagent.planner.runs import Runs, block_tables, count_runs
@@ -70,6 +72,9 @@ class Read(msgspec.Struct, frozen=True):
     nbytes: int
     contiguous: Runs
     fragmented: Runs
+    staged: int
+    """Bytes of them that are read by way of the staging buffer, with fragmented tables and the
+    consumer's default settings."""
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -225,4 +230,33 @@ def _read(
         )
         for box in assignment.boxes
     ]
-    return Read(_place(local), _place(remote), _pieces(held), nbytes, *runs)
+    staged = _staged_bytes(local, remote, assignment, plan, start, stop)
+    contiguous, fragmented = runs
+    return Read(
+        _place(local), _place(remote), _pieces(held), nbytes, contiguous, fragmented, staged
+    )
+
+
+def _staged_bytes(
+    local: RankLayout,
+    remote: RankLayout,
+    assignment: Assignment,
+    plan: ReadPlan,
+    start: int,
+    stop: int,
+) -> int:
+    """As the sidecar decides it: the same estimate, for the same blocks."""
+    settings = Config(socket="")
+    buffer = Buffer(0, settings.staging_bytes // AREAS)
+    run_bytes = settings.staging_run_bytes
+    located = plan.locate(
+        block_tables(local, stop, spread=True),
+        block_tables(remote, stop, spread=True, falling=True),
+        start,
+        stop,
+    )
+    return sum(
+        plan.measure(option.track, located[option.track])[0]
+        for option in plan_staging(local, remote, assignment, plan, buffer, run_bytes)
+        if option.is_better(plan, located[option.track], run_bytes)
+    )

@@ -17,6 +17,7 @@ HEADINGS = (
     "bytes",
     "runs, contiguous",
     "runs, fragmented",
+    "staged",
 )
 
 
@@ -65,11 +66,12 @@ def _reads(report: PlanReport) -> list[str]:
                     size_words(read.nbytes),
                     run_words(read.contiguous),
                     run_words(read.fragmented),
+                    size_words(read.staged) if read.staged else "no",
                 )
             )
             name = ""
         if not reads:
-            rows.append((name, "nobody", "", "", "", "", ""))
+            rows.append((name, "nobody", "", "", "", "", "", ""))
     sources = {read.producer for read in report.reads}
     idle = [str(rank.place) for rank in report.producer.ranks if rank.place not in sources]
     lines = [
@@ -78,7 +80,8 @@ def _reads(report: PlanReport) -> list[str]:
         f"{size_words(report.nbytes)} in all; pairs of ranks: {len(report.reads)}",
         "runs: descriptors after merging, and the bytes of each; contiguous: block tables that "
         "count up;",
-        "fragmented: no two blocks are neighbours",
+        "fragmented: no two blocks are neighbours; staged: what is read in whole blocks and put in",
+        "its place by the consumer's sidecar, since its runs are too short to be read one by one",
     ]
     if idle:
         lines.append(f"not read from: {'; '.join(idle)}")
