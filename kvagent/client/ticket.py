@@ -16,7 +16,7 @@ from kvagent.errors import BlockRangeError, TicketError
 from kvagent.wire.codec import MAX_BLOCKS, BlockIds, pack_blocks, unpack_blocks
 from kvagent.wire.messages import PROTOCOL, Ready
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Token = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 
 

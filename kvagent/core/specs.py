@@ -309,6 +309,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         _positive(self, tp_size=self.tp_size, pp_size=self.pp_size)
+        if not 0 < len(self.engine_id) <= 256:
+            raise GeometryError("WorkerInfo.engine_id must have from 1 to 256 characters")
         if not (0 <= self.tp_rank < self.tp_size and 0 <= self.pp_rank < self.pp_size):
             raise GeometryError(
                 f"rank (tp {self.tp_rank}, pp {self.pp_rank}) is outside "

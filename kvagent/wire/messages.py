@@ -9,6 +9,8 @@ group. Everything is idempotent: a second delivery is answered as the first one 
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from kvagent.core.compare import Difference, EngineShape
@@ -25,6 +27,14 @@ PROTOCOL = 1
 
 MAX_LOCAL_BYTES = 32 << 20
 MAX_PEER_BYTES = 16 << 20
+
+
+Id = Annotated[str, msgspec.Meta(max_length=256)]
+"""Names of engines, transfers, incarnations, hosts: nothing that a peer can make long."""
+Secret = Annotated[bytes, msgspec.Meta(max_length=64)]
+"""Tokens and digests."""
+Words = Annotated[str, msgspec.Meta(max_length=1 << 16)]
+"""Text for people."""
 
 
 class Message(
@@ -217,9 +227,9 @@ class RankCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     tp_rank: int
     pp_rank: int
-    host: str
+    host: Id
     port: int
-    incarnation: str
+    incarnation: Id
     layout: RankLayout
 
 
@@ -230,27 +240,27 @@ class JoinLeader(Message, frozen=True, tag="join_leader"):
     engine left, and no part of a new one.
     """
 
-    engine_id: str
+    engine_id: Id
     attached: bool
     shape: EngineShape
     card: RankCard
 
 
 class Welcomed(Message, frozen=True, tag="welcomed"):
-    leader: str
+    leader: Id
 
 
 class Hello(Message, frozen=True, tag="hello"):
     """Consumer rank -> producer leader. `sender` is the caller's incarnation, so that dialling
     oneself is noticed. -> `Welcome` or `Refused`."""
 
-    sender: str
-    engine_id: str
+    sender: Id
+    engine_id: Id
     shape: EngineShape
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    epoch: str
+    epoch: Id
     info: EngineTransferInfo
     ranks: tuple[RankCard, ...]
 
@@ -258,9 +268,9 @@ class Welcome(Message, frozen=True, tag="welcome"):
 class Meet(Message, frozen=True, tag="meet"):
     """Consumer rank -> producer rank, after `Welcome`. -> `Met` or `Refused`."""
 
-    engine_id: str
+    engine_id: Id
     shape: EngineShape
-    incarnation: str
+    incarnation: Id
 
 
 class Met(Message, frozen=True, tag="met"):
@@ -272,8 +282,8 @@ class Met(Message, frozen=True, tag="met"):
 class Refused(Message, frozen=True, tag="refused"):
     """`differences` names each field that does not fit, with both values."""
 
-    code: str
-    message: str
+    code: Id
+    message: Words
     differences: tuple[Difference, ...] = ()
 
 
@@ -284,16 +294,16 @@ class Claim(Message, frozen=True, tag="claim"):
     that was altered on its way is refused before its bytes are used. -> `Verdict`.
     """
 
-    transfer_id: str
-    token: bytes
-    fetch_id: str
-    engine_id: str
-    digest: bytes
+    transfer_id: Id
+    token: Secret
+    fetch_id: Id
+    engine_id: Id
+    digest: Secret
 
 
 class LeaseRef(msgspec.Struct, frozen=True, array_like=True):
-    transfer_id: str
-    fetch_id: str
+    transfer_id: Id
+    fetch_id: Id
 
 
 class Renew(Message, frozen=True, tag="renew"):
@@ -309,24 +319,24 @@ class Renewed(Message, frozen=True, tag="renewed"):
 class Complete(Message, frozen=True, tag="complete"):
     """ "All my ranks have finished reading": the fence. -> `Verdict`: held means valid."""
 
-    transfer_id: str
-    token: bytes
-    fetch_id: str
+    transfer_id: Id
+    token: Secret
+    fetch_id: Id
 
 
 class Release(Message, frozen=True, tag="release"):
     """ "I will not read it": empty `fetch_id` when it was never claimed. -> `Verdict`."""
 
-    transfer_id: str
-    token: bytes
-    fetch_id: str = ""
+    transfer_id: Id
+    token: Secret
+    fetch_id: Id = ""
 
 
 class Verdict(Message, frozen=True, tag="verdict"):
     """What the producer's table says of a lease; see `kvagent.core.lease.Verdict`."""
 
-    verdict: str
-    epoch: str
+    verdict: Id
+    epoch: Id
     lease_seconds: float
 
 
@@ -336,11 +346,11 @@ class Part(Message, frozen=True, tag="part"):
     `part_id` is known inside the engine only: nobody who was told the fetch's id can end it.
     """
 
-    part_id: str
-    engine_id: str
-    host: str
+    part_id: Id
+    engine_id: Id
+    host: Id
     port: int
-    epoch: str
+    epoch: Id
     num_tokens: int
     remote_blocks: tuple[bytes, ...]
     local_blocks: tuple[bytes, ...]
@@ -350,32 +360,32 @@ class Part(Message, frozen=True, tag="part"):
 
 class PartState(Message, frozen=True, tag="part_state"):
     done: bool
-    failure: str = ""
+    failure: Words = ""
     stats: ReadStats | None = None
 
 
 class PartDone(Message, frozen=True, tag="part_done"):
     """Follower -> leader, as soon as a part is terminal. -> `Ok`."""
 
-    engine_id: str
+    engine_id: Id
     tp_rank: int
     pp_rank: int
-    part_id: str
-    failure: str = ""
+    part_id: Id
+    failure: Words = ""
     stats: ReadStats | None = None
 
 
 class AbortPart(Message, frozen=True, tag="abort_part"):
     """Leader -> follower: post nothing more; `fence`: end what is in flight too. -> `PartState`."""
 
-    part_id: str
+    part_id: Id
     fence: bool = False
 
 
 class Drop(Message, frozen=True, tag="drop"):
     """Leader -> follower: that engine is gone. -> `Ok`."""
 
-    engine_id: str
+    engine_id: Id
 
 
 class Ok(Message, frozen=True, tag="ok"):

@@ -25,9 +25,11 @@ log = logging.getLogger("kvagent.peer")
 
 HEAD = struct.Struct("<3sBQ")  # magic, protocol version, call number
 MAGIC = b"KVA"
-MAX_TASKS = 4096
+MAX_TASKS = 8192
 """Calls answered at the same time; more are dropped, and their senders send again."""
 
+MAX_CALLS = 2048
+"""The same for one peer."""
 RECEIVE_WINDOW = 32
 """Messages of one peer that may wait to be looked at; it is made to wait with the rest."""
 
@@ -46,6 +48,8 @@ class PeerServer:
         self._handler = handler
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop_task: asyncio.Task[None] | None = None
+        self._answering: dict[bytes, set[int]] = {}
+        """Calls of each peer that are being answered."""
         self.rejected = 0
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -99,8 +103,13 @@ class PeerServer:
             self._spawn(self._send(identity, call, Refused(code="protocol", message=text)))
             return
         message = peer_codec.decode(frames[2])
-        if len(self._tasks) >= MAX_TASKS:
+        open_calls = self._answering.get(identity, set())
+        if call in open_calls:
+            return  # asked again while the answer is on its way
+        if len(self._tasks) >= MAX_TASKS or len(open_calls) >= MAX_CALLS:
             raise ProtocolError("too many calls at once")
+        open_calls.add(call)
+        self._answering[identity] = open_calls
         self._spawn(self._answer(identity, call, message))
 
     def _spawn(self, work: Awaitable[None]) -> None:
@@ -114,6 +123,11 @@ class PeerServer:
         except Exception:
             log.exception("the handler of %s failed", type(message).__name__)
             answer = Refused(code="internal", message="internal error; see the peer's log")
+        finally:
+            open_calls = self._answering[identity]
+            open_calls.discard(call)
+            if not open_calls:
+                del self._answering[identity]
         await self._send(identity, call, answer)
 
     async def _send(self, identity: bytes, call: int, message: Peer) -> None:
