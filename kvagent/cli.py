@@ -32,7 +32,7 @@ def serve(
     ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug to error.")] = None,
 ) -> None:
-    """Run the sidecar of one GPU worker."""
+    """Run the sidecar of one worker of an engine."""
     from kvagent.agent.serve import serve as run
     from kvagent.config import load
 

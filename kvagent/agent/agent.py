@@ -163,6 +163,10 @@ class Agent:
 
     def _announce(self, scheduler: Connection) -> None:
         team, me = self.leader.team, self.rank.identity
+        if me is not None and me.index:
+            why = f"this is the sidecar of rank {me.index}: connect to rank 0's"
+            scheduler.send(Waiting(reason=why))
+            return
         if me is None or not team.complete:
             scheduler.send(Waiting(reason=team.missing()))
             return
@@ -191,6 +195,7 @@ class Agent:
         if connection is self._scheduler:
             self.leader.outbox.detach()
             if connection.ended_by_us:
+                self.leader.lender.revoke_all()
                 await self.leader.borrower.abandon("the scheduler broke the protocol")
             self._scheduler = None
             log.info("the scheduler is gone; leases run on until they expire")

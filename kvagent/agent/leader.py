@@ -7,6 +7,7 @@ for what the engine offers, the `Borrower` fetches what others offer.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 import zmq.asyncio
@@ -20,11 +21,15 @@ from kvagent.agent.team import Team
 from kvagent.config import Config
 from kvagent.core.fetch import FetchTable
 from kvagent.core.lease import LeaseTable
+from kvagent.wire.codec import unpack_blocks
 from kvagent.wire.messages import Fetch, Offer
+
+log = logging.getLogger("kvagent.leader")
 
 
 class Leader:
     def __init__(self, config: Config, context: zmq.asyncio.Context, rank: Rank) -> None:
+        self._rank = rank
         self.team = Team(context, self._member_lost)
         self.leases = LeaseTable(lease_seconds=config.lease_seconds)
         self.fetches = FetchTable()
@@ -46,8 +51,18 @@ class Leader:
     def offer(self, message: Offer) -> None:
         if self.draining:
             self.outbox.sent({message.request_id})  # the blocks were never ours
-        else:
-            self.lender.offer(message)
+            return
+        me = self._rank.identity
+        for index, group in enumerate(unpack_blocks(message.blocks)):
+            known = [g for g in me.layout.groups if g.index == index] if me else []
+            if known and group.size and int(group.max()) >= known[0].num_blocks:
+                log.error(
+                    "offer of request %s names block %d, the cache has %d: its fetch will fail",
+                    message.request_id,
+                    int(group.max()),
+                    known[0].num_blocks,
+                )
+        self.lender.offer(message)
 
     def fetch(self, message: Fetch) -> None:
         self.borrower.fetch(message, self.draining)

@@ -275,7 +275,7 @@ def _log_one_sided(me: Identity, welcome: Welcome, engine_id: str) -> None:
     only_theirs = sorted(theirs - ours) if me.info.pp_size == 1 else []
     for layers, where in ((only_ours, me.info.engine_id), (only_theirs, engine_id)):
         if layers:
-            log.info("left out, since only engine %s has them: %s", where, ", ".join(layers))
+            log.warning("left out, since only engine %s has them: %s", where, ", ".join(layers))
 
 
 def _result(task: asyncio.Task[Session]) -> Session | None:

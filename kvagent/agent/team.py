@@ -46,6 +46,8 @@ class Team:
         self._lost = lost
         self._members: dict[int, Member] = {}
         self._me: Identity | None = None
+        self._refused: dict[int, str] = {}
+        """Why a rank that wants to join may not."""
         self._generation = 0
         self._closing: list[PeerClient] = []
         self._was_complete = False
@@ -60,6 +62,7 @@ class Team:
             member.lost = True
             self._closing.append(member.client)
         self._members.clear()
+        self._refused.clear()
         self._generation += 1
         self._notify()
 
@@ -78,11 +81,17 @@ class Team:
         if not (card.tp_rank < me.info.tp_size and 0 < index < me.world_size):
             place = f"(tp {card.tp_rank}, pp {card.pp_rank})"
             return Refused(code="wrong_rank", message=f"rank {place} is not a follower here")
+        problem = self._contradiction(me, card)
+        if problem:
+            self._refuse(index, problem)
+            return Refused(code="contradiction", message=f"rank {index}: {problem}")
         found = tuple(differences(me.shape, message.shape, common=False))
         if found:
             text = f"rank {index} describes another cache than rank 0"
+            self._refuse(index, "; ".join(map(str, found)))
             return Refused(code="mismatch", message=text, differences=found)
         card.layout.validate()
+        self._refused.pop(index, None)
         known = self._members.get(index)
         if known is None and not message.attached:
             return Refused(code="detached", message="that rank's worker is gone")
@@ -102,6 +111,38 @@ class Team:
             self._notify_if_changed(now)
         return Welcomed(leader=me.incarnation)
 
+    def _refuse(self, index: int, why: str) -> None:
+        if self._refused.get(index) != why:
+            self._refused[index] = why
+            self._notify()
+
+    def _contradiction(self, me: Identity, card: RankCard) -> str:
+        """What a rank says of the engine that rank 0, or its own stage, says otherwise."""
+        layout, info = card.layout, me.info
+        place = (layout.tp_rank, layout.tp_size, layout.pp_rank, layout.pp_size)
+        if place != (card.tp_rank, info.tp_size, card.pp_rank, info.pp_size):
+            return (
+                f"it joined as tp {layout.tp_rank}/{layout.tp_size}, pp {layout.pp_rank}/"
+                f"{layout.pp_size}; rank 0 says tp size {info.tp_size}, pp size {info.pp_size}"
+            )
+        ours = {group.index: group for group in me.layout.groups}
+        for group in layout.groups:
+            leader = ours.get(group.index, group)
+            for field in ("block_size", "num_blocks"):
+                mine, theirs = getattr(leader, field), getattr(group, field)
+                if mine != theirs:
+                    return (
+                        f"{field} of cache group {group.index} is {theirs}, rank 0 has {mine}; "
+                        "all ranks share one block table"
+                    )
+        stage = [me.card(), *(member.card for member in self._members.values())]
+        for other in stage:
+            same = other.pp_rank == card.pp_rank and other.tp_rank != card.tp_rank
+            differing = sorted(set(other.layout.layers) ^ set(layout.layers)) if same else []
+            if differing:
+                return f"its stage's ranks do not have the same layers: {', '.join(differing[:5])}"
+        return ""
+
     def followers(self) -> list[Member]:
         return list(self._members.values())
 
@@ -114,7 +155,12 @@ class Team:
         if self._me is None:
             return "rank 0 has no cache registered yet"
         absent = [i for i in range(1, self._me.world_size) if i not in self._members]
-        return f"waiting for ranks {absent} of {self._me.world_size}" if absent else ""
+        if not absent:
+            return ""
+        refused = [
+            f"rank {i} was refused: {self._refused[i]}" for i in absent if i in self._refused
+        ]
+        return "; ".join([f"waiting for ranks {absent} of {self._me.world_size}", *refused])
 
     def silent_text(self, now: float) -> str:
         """Names the silent followers for people; empty when there are none."""

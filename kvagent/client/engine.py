@@ -22,7 +22,7 @@ from kvagent.client.ticket import make_ticket, read_ticket
 from kvagent.core.output import KVConnectorOutput
 from kvagent.errors import AgentError, AgentLostError, DrainingError, KVAgentError
 from kvagent.wire import local
-from kvagent.wire.codec import BlockIds, pack_blocks
+from kvagent.wire.codec import BlockIds, pack_blocks, unpack_blocks
 from kvagent.wire.messages import (
     Ack,
     Attach,
@@ -55,7 +55,8 @@ class EngineClient:
         self._reports: deque[Report] = deque()
         self._acked = 0
         self._offered: Counter[str] = Counter()
-        self._fetching: set[str] = set()
+        self._fetching: dict[str, tuple[bytes, ...]] = {}
+        """Open fetches, and the blocks that they write into."""
         self._unsent = bytearray()
         self._send_lock = threading.Lock()
         self._changed = threading.Condition()
@@ -93,6 +94,7 @@ class EngineClient:
         `request_id` comes out of `step()` in `finished_sending`. Returns the ticket.
         """
         ready = self._require_ready()
+        _check_types(request_id, num_tokens=num_tokens)
         if num_tokens < 1:
             raise AgentError(f"offer of {num_tokens} tokens: there is nothing to send")
         blocks = pack_blocks(block_ids)
@@ -124,14 +126,18 @@ class EngineClient:
         `step()` in `finished_recving`, with a reason in `failed_recving` when it failed.
         """
         self._require_ready()
+        _check_types(request_id, start_token=start_token)
         parsed = read_ticket(ticket)
         if request_id in self._fetching:
             raise AgentError(f"request {request_id!r} is being fetched already")
-        if not 0 <= start_token < parsed.num_tokens:
+        if start_token < 0:
+            raise AgentError(f"start_token {start_token} is negative")
+        if start_token >= parsed.num_tokens:
             raise AgentError(
                 f"start_token {start_token} leaves none of {parsed.num_tokens} tokens "
                 "to read; on a full prefix hit call release(ticket) instead"
             )
+        local_blocks = pack_blocks(block_ids)
         self._send(
             Fetch(
                 request_id=request_id,
@@ -143,11 +149,11 @@ class EngineClient:
                 token=parsed.token,
                 num_tokens=parsed.num_tokens,
                 remote_blocks=parsed.blocks,
-                local_blocks=pack_blocks(block_ids),
+                local_blocks=local_blocks,
                 start_token=start_token,
             )
         )
-        self._fetching.add(request_id)
+        self._fetching[request_id] = local_blocks
 
     def release(self, ticket: Mapping[str, Any]) -> None:
         """The ticket is not needed: the producer's blocks go back at once."""
@@ -165,6 +171,7 @@ class EngineClient:
     def cancel(self, request_id: str) -> None:
         """Ends the request's offers and its fetch. Its blocks come back through `step()` all the
         same; an unknown or finished request is no error."""
+        _check_types(request_id)
         self._send(Cancel(request_id=request_id))
 
     def step(self) -> KVConnectorOutput:
@@ -213,6 +220,8 @@ class EngineClient:
     def _require_ready(self) -> Ready:
         if self._draining:
             raise DrainingError("this engine is draining and takes no new transfers")
+        if self._lost and self._failure is not None:
+            raise AgentError(f"the sidecar ended this connection: {self._failure}")
         if self._lost:
             raise AgentLostError("the sidecar is gone; start it again and open a new EngineClient")
         if self._ready is None:
@@ -247,15 +256,19 @@ class EngineClient:
         out.kv_connector_stats = {"fetches": fetches} if fetches else None
         for request_id in sending:
             self._offered.pop(request_id, None)
-        self._fetching -= recving
+        for request_id in recving:
+            self._fetching.pop(request_id, None)
         self._send(Ack(seq=self._acked))
 
     def _fail_all(self, out: KVConnectorOutput) -> None:
-        """With the sidecar died its reads, and nobody can read from it: all blocks are free."""
+        """The sidecar is dead, and with it all that could read or write our blocks; or it ended
+        the connection, and before that every fetch and every lease."""
         out.finished_sending = (out.finished_sending or set()) | set(self._offered) or None
-        out.finished_recving = (out.finished_recving or set()) | self._fetching or None
-        for request_id in self._fetching:
+        out.finished_recving = (out.finished_recving or set()) | set(self._fetching) or None
+        for request_id, blocks in self._fetching.items():
             out.failed_recving[request_id] = "agent_lost: the sidecar of this engine is gone"
+            for group in unpack_blocks(blocks):
+                out.invalid_block_ids.update(group.tolist())
         self._offered.clear()
         self._fetching.clear()
 
@@ -351,3 +364,12 @@ class EngineClient:
                         log.error("the sidecar sent a %s", type(message).__name__)
                 self._changed.notify_all()
         return True
+
+
+def _check_types(request_id: str, **numbers: int) -> None:
+    """What the sidecar would refuse as no message, ending the connection, is refused here."""
+    if not isinstance(request_id, str) or not request_id:
+        raise AgentError(f"request_id must be a str that is not empty, not {request_id!r}")
+    for name, value in numbers.items():
+        if not isinstance(value, int):
+            raise AgentError(f"{name} must be an int, not {value!r}")
