@@ -108,19 +108,21 @@ def test_a_slow_handler_holds_up_nobody() -> None:
 
 def test_a_call_that_is_sent_again_is_answered_once() -> None:
     seen = 0
+    gate = asyncio.Event()
 
     async def handler(message: Peer) -> Peer:
         nonlocal seen
         seen += 1
-        await asyncio.sleep(0.3)
+        await gate.wait()
         return await echo(message)
 
     async def work() -> None:
         async with serving(handler) as (_, _, client):
-            answer = await client.call(Drop(engine_id="x"), LONG, again=0.1)
-            assert answer == Renewed(verdicts=("x",))
+            call = asyncio.create_task(client.call(Drop(engine_id="x"), LONG, again=0.1))
+            await asyncio.sleep(0.5)
             assert seen == 1, "repetitions wait for the same answer"
-            await asyncio.sleep(0.3)
+            gate.set()
+            assert await call == Renewed(verdicts=("x",))
             await check(client, "next")
             assert not client._open
 
