@@ -171,3 +171,5 @@ def main() -> None:
     except KVAgentError as error:
         print(f"kvagent: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

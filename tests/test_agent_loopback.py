@@ -622,20 +622,37 @@ def test_reports_are_delivered_again(engines: Engines) -> None:
     good(producer, consumer, "next")
 
 
-def test_a_fetch_outlives_its_scheduler(engines: Engines) -> None:
+def test_a_new_scheduler_waits_for_its_predecessors_reads(engines: Engines) -> None:
+    """It does not know that the blocks are being written into."""
     producer, consumer = engines("prefill"), engines("decode")
     good(producer, consumer, "first")
     hung(producer, consumer, "r")
     consumer.client.close()
     consumer.client = EngineClient(sidecar(consumer).socket)
-    consumer.client.wait_ready(LONG)
-    # Its successor asks for a request of the same name: neither may be taken for the other.
-    consumer.client.fetch("r", offer(producer, "s"), [4, 5, 6])
+    with pytest.raises(AgentError, match="the scheduler before"):
+        consumer.client.wait_ready(0.5)
     sidecar(producer).resume()
-    assert end(consumer, "r", [*LOCAL, 4, 5, 6]).startswith("failed: the request was being")
-    quiet(consumer)
-    producer.client.cancel("s")
-    producer.sent("s")
+    consumer.client.wait_ready(LONG)
+    assert end(consumer, "r").startswith("cancelled: its scheduler is gone")
+    good(producer, consumer, "next")
+    at_rest(producer, consumer)
+
+
+def test_a_new_scheduler_ends_its_predecessors_leases(engines: Engines) -> None:
+    """It does not know that the blocks are lent, and writes into them: no fetch may be good."""
+    producer, consumer = engines("prefill"), engines("decode")
+    good(producer, consumer, "first")
+    waiting = offer(producer, "waiting")
+    hung(producer, consumer, "r")
+    producer.client.close()
+    producer.client = EngineClient(sidecar(producer).socket)
+    producer.client.wait_ready(LONG)
+    for cache in producer.caches[0].values():
+        cache.fill_(99.0)
+    sidecar(producer).resume()
+    assert end(consumer, "r").startswith("revoked")
+    assert failed(consumer, "waiting", waiting).startswith("revoked")
+    good(producer, consumer, "next")
     at_rest(producer, consumer)
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable
 from importlib.metadata import version
 
+import zmq
 import zmq.asyncio
 
 from kvagent.agent import http
@@ -64,6 +65,8 @@ from kvagent.wire.peer import PeerServer
 
 log = logging.getLogger("kvagent.agent")
 
+MAX_SOCKETS = 16384
+"""Of ZMQ, whose default of 1,023 fewer peers would exhaust."""
 TICK = 0.2
 """Seconds between looks at the clock."""
 VERSION = version("kvagent")
@@ -75,12 +78,14 @@ class Agent:
     def __init__(self, config: Config, make_fabric: FabricFactory) -> None:
         self.config = config
         self.context = zmq.asyncio.Context()
+        self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self.rank = Rank(config, self.context, make_fabric, self._identity_changed)
         self.leader = Leader(config, self.context, self.rank)
         self.leader.team.changed = self._team_changed
         self.follower: Follower | None = None
         self.local = LocalServer(self._on_local, self._gone)
         self.peers = PeerServer(self.context, self._on_peer)
+        self._taking_over = False
         self._worker: Connection | None = None
         self._scheduler: Connection | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -170,6 +175,9 @@ class Agent:
         if me is None or not team.complete:
             scheduler.send(Waiting(reason=team.missing()))
             return
+        if self._taking_over:
+            scheduler.send(Waiting(reason="the fetches of the scheduler before are ending"))
+            return
         scheduler.send(
             Ready(
                 engine_id=me.info.engine_id,
@@ -198,7 +206,7 @@ class Agent:
                 self.leader.lender.revoke_all()
                 await self.leader.borrower.abandon("the scheduler broke the protocol")
             self._scheduler = None
-            log.info("the scheduler is gone; leases run on until they expire")
+            log.info("the scheduler is gone; its leases and fetches run on until another one comes")
 
     async def _on_local(self, connection: Connection, message: Local) -> None:
         match message:
@@ -231,8 +239,20 @@ class Agent:
             raise AgentError("a scheduler is attached already; an engine has one")
         connection.role = "scheduler"
         self._scheduler = connection
-        self._announce(connection)
         self.leader.outbox.attach(connection.send)
+        self._spawn(self._take_over(connection))
+
+    async def _take_over(self, scheduler: Connection) -> None:
+        """A new scheduler has never heard of the blocks that its predecessor lent and borrowed,
+        and will use them. So the leases end, and it is ready when nothing can write any more."""
+        self.leader.lender.revoke_all()
+        self._taking_over = True
+        try:
+            self._announce(scheduler)
+            await self.leader.borrower.abandon("its scheduler is gone")
+        finally:
+            self._taking_over = False
+        self._announce(scheduler)
 
     async def _drain_for(self, connection: Connection, timeout: float) -> None:
         left = await self.drain(timeout)

@@ -30,6 +30,7 @@ from kvagent.core.stats import FetchStats, ReadStats
 from kvagent.errors import KVAgentError, ProtocolError
 from kvagent.wire.codec import unpack_blocks
 from kvagent.wire.messages import (
+    MAX_RENEWALS,
     AbortPart,
     Claim,
     Complete,
@@ -94,6 +95,8 @@ class Borrower:
 
     def fetch(self, message: Fetch, draining: bool) -> None:
         now = self._now()
+        for blocks in (message.local_blocks, message.remote_blocks):
+            unpack_blocks(blocks)  # malformed ones are refused here, before there is a record
         record = FetchRecord(
             fetch_id=uuid.uuid4().hex,
             request_id=message.request_id,
@@ -214,7 +217,8 @@ class Borrower:
             if running.session is not None and running.record.claim_held:
                 by_client.setdefault(running.session.client, []).append(running)
         for client, held in by_client.items():
-            self._background(self._renew(client, held))
+            for first in range(0, len(held), MAX_RENEWALS):
+                self._background(self._renew(client, held[first : first + MAX_RENEWALS]))
 
     async def _renew(self, client: PeerClient, held: list[Running]) -> None:
         refs = tuple(LeaseRef(r.record.transfer_id, r.record.fetch_id) for r in held)

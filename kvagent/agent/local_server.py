@@ -22,6 +22,8 @@ log = logging.getLogger("kvagent.local")
 MAX_UNSENT = 256 << 20
 """Bytes kept for a scheduler that does not read; beyond that it is taken for dead."""
 MAX_CONNECTIONS = 64
+ACCEPT_PAUSE = 1.0
+"""Seconds without accepting after it failed."""
 
 Handler = Callable[["Connection", Local], Awaitable[None]]
 
@@ -173,7 +175,11 @@ class LocalServer:
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
-            log.warning("accept: %s", error)
+            # Out of descriptors, most likely: the socket stays readable, so look away for a while.
+            log.warning("accept: %s; waiting %g s", error, ACCEPT_PAUSE)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener.fileno())
+            loop.call_later(ACCEPT_PAUSE, self._resume)
             return
         try:
             uid = local.peer_uid(sock)
@@ -190,6 +196,10 @@ class LocalServer:
             sock.close()
             return
         self.adopt(sock, in_process=False)
+
+    def _resume(self) -> None:
+        if self._listener is not None and self._listener.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
     async def _closed(self, connection: Connection) -> None:
         self._connections.discard(connection)

@@ -301,6 +301,10 @@ class Claim(Message, frozen=True, tag="claim"):
     digest: Secret
 
 
+MAX_RENEWALS = 4096
+"""Leases in one `Renew`."""
+
+
 class LeaseRef(msgspec.Struct, frozen=True, array_like=True):
     transfer_id: Id
     fetch_id: Id
@@ -309,7 +313,7 @@ class LeaseRef(msgspec.Struct, frozen=True, array_like=True):
 class Renew(Message, frozen=True, tag="renew"):
     """All leases that this consumer holds at the peer. -> `Renewed`, in the same order."""
 
-    leases: tuple[LeaseRef, ...]
+    leases: Annotated[tuple[LeaseRef, ...], msgspec.Meta(max_length=MAX_RENEWALS)]
 
 
 class Renewed(Message, frozen=True, tag="renewed"):
@@ -415,3 +419,14 @@ Peer = (
 )
 
 peer_codec: Codec[Peer] = Codec(Peer, MAX_PEER_BYTES)
+
+MAX_QUESTION_BYTES = 1 << 20
+"""Only a `Part`, with its block ids, may be a longer question: decoding holds up the loop."""
+
+part_codec: Codec[Part] = Codec(Part, MAX_PEER_BYTES)
+
+
+def decode_question(data: bytes) -> Peer:
+    """What a peer asks; `ProtocolError` when it is none, or too long."""
+    codec = peer_codec if len(data) <= MAX_QUESTION_BYTES else part_codec
+    return codec.decode(data)

@@ -19,7 +19,14 @@ import zmq
 import zmq.asyncio
 
 from kvagent.errors import ConfigError, HandshakeError, PeerGoneError, ProtocolError
-from kvagent.wire.messages import MAX_PEER_BYTES, PROTOCOL, Peer, Refused, peer_codec
+from kvagent.wire.messages import (
+    MAX_PEER_BYTES,
+    PROTOCOL,
+    Peer,
+    Refused,
+    decode_question,
+    peer_codec,
+)
 
 log = logging.getLogger("kvagent.peer")
 
@@ -102,7 +109,7 @@ class PeerServer:
             text = f"peer protocol {version} here meets {PROTOCOL}; run the same kvagent on both"
             self._spawn(self._send(identity, call, Refused(code="protocol", message=text)))
             return
-        message = peer_codec.decode(frames[2])
+        message = decode_question(frames[2])
         open_calls = self._answering.get(identity, set())
         if call in open_calls:
             return  # asked again while the answer is on its way
@@ -134,7 +141,8 @@ class PeerServer:
         head = HEAD.pack(MAGIC, PROTOCOL, call)
         try:
             await self._socket.send_multipart([identity, head, peer_codec.encode(message)])
-        except zmq.ZMQError as error:  # the caller went away; it asks again if it still cares
+        except (zmq.ZMQError, ProtocolError) as error:
+            # The caller went away, or asked for more than an answer may hold.
             log.debug("answer not sent: %s", error)
 
     async def close(self) -> None:
@@ -152,7 +160,10 @@ class PeerClient:
         self.host, self.port = host, port
         self._calls = itertools.count(1)
         self._open: dict[int, asyncio.Future[Peer]] = {}
-        self._socket = context.socket(zmq.DEALER)
+        try:
+            self._socket = context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise PeerGoneError(f"no socket for {host}:{port}: {error.strerror}") from error
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing queues up for a peer that is gone
