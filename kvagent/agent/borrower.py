@@ -51,6 +51,9 @@ from kvagent.wire.peer import PeerClient
 
 log = logging.getLogger("kvagent.fetch")
 
+MAX_STRANGERS = 64
+"""Connections at once for releases to engines that we have no session with."""
+
 
 @dataclass(slots=True)
 class RankReport:
@@ -90,6 +93,7 @@ class Borrower:
         self._parts: dict[str, Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_renewal = 0.0
+        self._strangers = asyncio.Semaphore(MAX_STRANGERS)
 
     # ------------------------------------------------------------ the scheduler
 
@@ -270,8 +274,16 @@ class Borrower:
             session = await self.rank.peers.greet(
                 message.engine_id, message.host, message.port, message.epoch
             )
+            while session.closed:  # it ended before we could hold it
+                session = await self.rank.peers.greet(
+                    message.engine_id, message.host, message.port, message.epoch
+                )
         except KVAgentError as error:
             self._feed(running, Event.CONNECT_FAILED, cause_text(error))
+            return
+        except Exception as error:
+            log.exception("fetch %s", running.record.fetch_id)
+            self._feed(running, Event.CONNECT_FAILED, f"internal: {error}")
             return
         if session.epoch != message.epoch:
             cause = f"peer_restarted: engine {message.engine_id} since the ticket was made"
@@ -441,16 +453,24 @@ class Borrower:
         fetch_id: str = "",
     ) -> None:
         """Best effort: a release that is lost costs the producer one lease."""
-        client: PeerClient | None = None
+        message = Release(transfer_id=transfer_id, token=token, fetch_id=fetch_id)
+        session = self.rank.peers.session(engine_id, host, port)
         try:
-            client = PeerClient(self.rank.context, host, port)
-            message = Release(transfer_id=transfer_id, token=token, fetch_id=fetch_id)
-            await client.call(message, self.config.call_timeout)
+            if session is not None:
+                session.hold()
+                try:
+                    await session.client.call(message, self.config.call_timeout)
+                finally:
+                    session.let_go()
+                return
+            async with self._strangers:
+                client = PeerClient(self.rank.context, host, port)
+                try:
+                    await client.call(message, self.config.call_timeout)
+                finally:
+                    await client.close()
         except KVAgentError as error:
             log.info("release of %s at %s: %s", transfer_id, engine_id, error)
-        finally:
-            if client is not None:
-                await client.close()
 
     async def _fence(self, running: Running) -> None:
         part_id = running.part_id

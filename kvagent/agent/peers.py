@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import zmq.asyncio
 
 from kvagent.agent.identity import Identity
+from kvagent.agent.remotes import Remotes
 from kvagent.agent.staging import Staged, Staging
 from kvagent.config import Config, join_address
 from kvagent.core.plan import ReadPlan, assign, make_plan
@@ -46,7 +47,7 @@ class Source:
         return f"rank (tp {self.card.tp_rank}, pp {self.card.pp_rank})"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Session:
     """One other engine, as of `welcome.epoch`."""
 
@@ -93,7 +94,12 @@ class PeerBook:
     handshakes: int = 0
     refusals: int = 0
     _sessions: dict[tuple[str, str, int], asyncio.Task[Session]] = field(default_factory=dict)
+    _known: set[Session] = field(default_factory=set)
     _closing: set[asyncio.Task[None]] = field(default_factory=set)
+    remotes: Remotes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.remotes = Remotes(self.fabric)
 
     async def greet(self, engine_id: str, host: str, port: int, epoch: str) -> Session:
         """The session with an engine; a handshake when there is none or its epoch is past.
@@ -104,9 +110,14 @@ class PeerBook:
         task = self._sessions.get(key)
         if task is not None and task.done():
             known = _result(task)
-            if known is None or known.closed or known.epoch != epoch:
+            if known is None or known.closed:
                 await self._close(key)
                 task = self._sessions.get(key)
+            elif known.epoch != epoch:
+                # Either is the older one: the session's, or that of a stale ticket.
+                known.hold()
+                task = asyncio.create_task(self._greet_again(known, host, port))
+                self._sessions[key] = task
         if task is None:
             if len(self._sessions) >= MAX_SESSIONS:
                 raise HandshakeError(f"sessions with {MAX_SESSIONS} engines are open already")
@@ -115,6 +126,26 @@ class PeerBook:
         session = await asyncio.shield(task)
         session.last_used = time.monotonic()
         return session
+
+    async def _greet_again(self, known: Session, host: str, port: int) -> Session:
+        """The same session when its engine is still what it was, else a new one."""
+        try:
+            session = await self._hello(known.engine_id, host, port)
+            if session is not known:
+                self._retire(known)
+            return session
+        except BaseException:
+            self._retire(known)
+            raise
+        finally:
+            known.let_go()
+
+    def _twin(self, engine_id: str, epoch: str) -> Session | None:
+        """An open session with the same engine as it is now, maybe under another address."""
+        for session in self._known:
+            if (session.engine_id, session.epoch, session.closed) == (engine_id, epoch, False):
+                return session
+        return None
 
     async def _hello(self, engine_id: str, host: str, port: int) -> Session:
         me = self.identity()
@@ -136,14 +167,20 @@ class PeerBook:
             self.refusals += isinstance(error, HandshakeError)
             await client.close()
             raise
+        twin = self._twin(engine_id, answer.epoch)
+        if twin is not None:
+            await client.close()
+            return twin
         log.info("met engine %s at %s: %d ranks", engine_id, client, len(answer.ranks))
         _log_one_sided(me, answer, engine_id)
-        return Session(
+        session = Session(
             engine_id=engine_id,
             client=client,
             welcome=answer,
             last_used=time.monotonic(),
         )
+        self._known.add(session)
+        return session
 
     async def sources(self, session: Session) -> list[Source]:
         """The remote ranks that this rank reads from, their memory opened and plans prepared."""
@@ -171,7 +208,7 @@ class PeerBook:
                     )
                     staged = await self.staging().prepare(remote, card.layout, assignment, plan)
                 except BaseException:
-                    await self._part_from(remote)
+                    await self.remotes.let_go(remote)
                     raise
                 found.append(
                     Source(card=card, remote=remote, plan=plan, prepared=prepared, staged=staged)
@@ -190,22 +227,18 @@ class PeerBook:
             await client.close()
         if not isinstance(answer, Met):
             raise HandshakeError(f"{client} answered Meet with {type(answer).__name__}")
-        return await asyncio.wait_for(
-            self.fabric().connect(answer.metadata), self.config.handshake_timeout
-        )
+        return await self.remotes.open(answer.metadata, self.config.handshake_timeout)
 
     # ------------------------------------------------------------ endings
 
-    async def forget(self, session: Session) -> None:
+    def forget(self, session: Session) -> None:
         """Ends a session that turned out to be stale; the next fetch makes a new one."""
-        session.closed = True
-        for key, task in list(self._sessions.items()):
-            if _result(task) is session:
-                await self._close(key)
+        self._retire(session)
 
     def forget_memory(self) -> None:
         """After a fence: what was opened of the peers' memory is no longer valid."""
-        for session in self.sessions():
+        self.remotes.forget_all()
+        for session in self._known:
             session.sources = None
 
     async def drop(self, engine_id: str) -> None:
@@ -227,8 +260,13 @@ class PeerBook:
 
     def sessions(self) -> list[Session]:
         """Those that are open now."""
-        found = (_result(task) for task in self._sessions.values())
-        return [session for session in found if session is not None]
+        return [session for session in self._known if not session.closed]
+
+    def session(self, engine_id: str, host: str, port: int) -> Session | None:
+        """The one that is open with an engine at an address, if any."""
+        task = self._sessions.get((engine_id, host, port))
+        known = _result(task) if task is not None else None
+        return None if known is None or known.closed else known
 
     async def _close(self, key: tuple[str, str, int]) -> None:
         task = self._sessions.pop(key, None)
@@ -236,9 +274,15 @@ class PeerBook:
             return
         task.cancel()
         (session,) = await asyncio.gather(task, return_exceptions=True)
-        if not isinstance(session, Session):
+        if isinstance(session, Session):
+            self._retire(session)
+
+    def _retire(self, session: Session) -> None:
+        """No new users; the memory and the connection go with the last one."""
+        if session.closed and session not in self._known:
             return
         session.closed = True
+        self._known.discard(session)
         closing = asyncio.create_task(self._let_go(session))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -254,14 +298,13 @@ class PeerBook:
 
     async def _disconnect(self, sources: list[Source]) -> None:
         for source in sources:
-            await self._part_from(source.remote)
-
-    async def _part_from(self, remote: RemoteAgent) -> None:
-        """Forgets a peer's memory, and what was prepared for it."""
-        try:
-            await self.fabric().disconnect(remote)
-        except KVAgentError as error:  # the fabric is closed, or a newer one
-            log.debug("disconnect: %s", error)
+            prepared = [source.prepared, *(p for track in source.staged for p in track.prepared)]
+            try:
+                for each in prepared:
+                    await self.fabric().release(each)
+            except KVAgentError as error:  # the fabric is closed, or a newer one
+                log.debug("release: %s", error)
+            await self.remotes.let_go(source.remote)
 
 
 def _log_one_sided(me: Identity, welcome: Welcome, engine_id: str) -> None:

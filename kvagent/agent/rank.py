@@ -13,6 +13,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import zmq.asyncio
@@ -42,6 +43,7 @@ FabricFactory = Callable[[str, Config], Fabric]
 KEEP_PARTS = 60.0
 """Seconds that the result of a part is kept for a leader that asks again."""
 MAX_KEPT_PARTS = 65536
+MAX_RUNNING_PARTS = 16384
 
 
 @dataclass(slots=True)
@@ -175,6 +177,11 @@ class Rank:
         for run in self._parts.values():
             run.stop("reset: the engine started afresh")
         self.changed()
+        reading = {run.task for run in self._parts.values() if run.task is not None}
+        if reading:
+            # What is posted may end by itself: UCX can crash a peer over TCP whose reader goes
+            # away in the middle, so that is for those which hang.
+            await asyncio.wait(reading, timeout=self.config.fence_seconds)
         await fabric.close()  # ends what is in flight; only copies can still write
         if self.staging is not None:
             staging, self.staging = self.staging, None
@@ -205,6 +212,8 @@ class Rank:
         """Starts a part, or says how it stands when it is known. `done` is called at its end."""
         run = self._parts.get(part.part_id)
         if run is None:
+            if self.reading() >= MAX_RUNNING_PARTS:
+                return PartState(done=True, failure="failed: too many parts at once")
             run = PartRun(CancelFlag(), None)
             run.task = asyncio.create_task(self._run(part, run, done))
             self._parts[part.part_id] = run
@@ -274,14 +283,16 @@ class Rank:
             state = PartState(done=True, failure=f"internal: {error}")
         run.result = state
         run.forget_at = time.monotonic() + KEEP_PARTS
+        run.task = None  # it holds the message, and the block ids in it
         done(part.part_id, state)
         return state
 
     async def _read(self, part: Part, run: PartRun, started: float) -> ReadStats:
         await self._unless_stopped(run, self._gate.wait())
-        session = await self._unless_stopped(
-            run, self.peers.greet(part.engine_id, part.host, part.port, part.epoch)
-        )
+        greet = partial(self.peers.greet, part.engine_id, part.host, part.port, part.epoch)
+        session = await self._unless_stopped(run, greet())
+        while session.closed:  # it ended before we could hold it
+            session = await self._unless_stopped(run, greet())
         if session.epoch != part.epoch:
             raise PeerGoneError(f"engine {part.engine_id} restarted since the ticket was made")
         session.hold()
@@ -301,10 +312,12 @@ class Rank:
                 *(self._read_source(staging, route, run.cancelled) for route in routes),
                 return_exceptions=True,
             )
+            for route, result in zip(routes, results, strict=True):
+                if isinstance(result, PeerGoneError):
+                    self.peers.remotes.broke(route.source.remote)
+                    self.peers.forget(session)
         finally:
             session.let_go()
-        if any(isinstance(result, PeerGoneError) for result in results):
-            await self.peers.forget(session)
         # A read that was stopped because its sibling failed is not the cause.
         failures = [result for result in results if isinstance(result, BaseException)]
         failures.sort(key=lambda failure: isinstance(failure, ReadCancelled))
