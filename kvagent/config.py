@@ -48,10 +48,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     fence_seconds: float = 5.0
     """How long after its deadline a fetch waits for a peer that hangs, before its reads are ended
     by a fence. Other reads get as long to finish first."""
-    piece_bytes: int = 16 << 20
+    piece_bytes: int = 4 << 20
     """Bytes handed to NIXL in one post."""
-    inflight_bytes: int = 64 << 20
-    """Most bytes in flight from one peer rank."""
+    inflight_bytes: int = 8 << 20
+    """Most bytes in flight from one peer rank. Over TCP, with much more, a reader that is killed
+    can crash its producer inside UCX."""
     staging_bytes: int = 32 << 20
     """Size of the buffer for reads whose runs are short; it is made when the first peer needs it.
     Not for states and GPU memory, which are always read directly. 0: none."""
