@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from enum import Enum
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -16,8 +16,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Moves KV cache between the engines of disaggregated LLM serving.",
 )
-
-Text = Annotated[Optional[str], typer.Option()]  # noqa: UP045  (typer reads it at run time)
 
 
 @app.command()

@@ -326,7 +326,6 @@ def part(fetch_id: str) -> Part:
         remote_blocks=(b"\0\0\0\0",),
         local_blocks=(b"\0\0\0\0",),
         start_token=0,
-        timeout=1.0,
     )
 
 

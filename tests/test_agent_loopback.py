@@ -372,7 +372,7 @@ def test_producer_cancels(engines: Engines, at: type) -> None:
 
 @pytest.mark.parametrize("side", ["producer", "consumer"])
 def test_cancel_while_reading_waits_for_what_is_in_flight(engines: Engines, side: str) -> None:
-    producer, consumer = engines("prefill"), engines("decode", 2, lease_seconds=1)
+    producer, consumer = engines("prefill", lease_seconds=1), engines("decode", 2)
     good(producer, consumer, "first")
     hung(producer, consumer, "r")
     {"producer": producer, "consumer": consumer}[side].client.cancel("r")
@@ -427,6 +427,16 @@ def test_nobody_comes(engines: Engines) -> None:
     ticket = offer(producer, "r")
     producer.sent("r", LONG)
     assert failed(consumer, "r", ticket).startswith("expired:")
+
+
+def test_renewals_keep_the_producers_time(engines: Engines) -> None:
+    """The lease is the producer's to define; the consumer's own setting is for its own offers."""
+    producer, consumer = engines("prefill", lease_seconds=1.0), engines("decode")
+    good(producer, consumer, "first")
+    hung(producer, consumer, "r")
+    time.sleep(2.5)
+    sidecar(producer).resume()
+    assert consumer.received("r", LONG) is None
 
 
 def test_a_slow_read_is_renewed(engines: Engines) -> None:

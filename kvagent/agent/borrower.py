@@ -15,6 +15,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
 from kvagent.agent.causes import cause_text
+from kvagent.agent.deals import Deals
 from kvagent.agent.outbox import Outbox
 from kvagent.agent.peers import Session
 from kvagent.agent.rank import Rank
@@ -23,7 +24,6 @@ from kvagent.config import Config
 from kvagent.core.aggregator import KVOutputAggregator
 from kvagent.core.fetch import Action, Event, FetchState, FetchTable
 from kvagent.core.fetch import Fetch as FetchRecord
-from kvagent.core.lease import Verdict as LeaseVerdict
 from kvagent.core.lease import ticket_digest
 from kvagent.core.output import KVConnectorOutput
 from kvagent.core.stats import FetchStats, ReadStats
@@ -41,18 +41,10 @@ from kvagent.wire.messages import (
     PartDone,
     PartState,
     Peer,
-    Release,
     ReleaseTicket,
-    Renew,
-    Renewed,
-    Verdict,
 )
-from kvagent.wire.peer import PeerClient
 
 log = logging.getLogger("kvagent.fetch")
-
-MAX_STRANGERS = 64
-"""Connections at once for releases to engines that we have no session with."""
 
 
 @dataclass(slots=True)
@@ -71,6 +63,9 @@ class Running:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     part_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     session: Session | None = None
+    lease_seconds: float = 0.0
+    """The producer's, from its answer to the claim."""
+    renew_at: float = 0.0
     local_blocks: tuple[bytes, ...] = ()
     """What must not be used when it fails."""
     shares: dict[int, ReadStats] = field(default_factory=dict)
@@ -92,8 +87,7 @@ class Borrower:
         self._running: dict[str, Running] = {}
         self._parts: dict[str, Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._next_renewal = 0.0
-        self._strangers = asyncio.Semaphore(MAX_STRANGERS)
+        self._deals = Deals(rank.context, rank.peers, config.call_timeout)
 
     # ------------------------------------------------------------ the scheduler
 
@@ -148,11 +142,7 @@ class Borrower:
             await asyncio.sleep(0.02)
 
     def release(self, message: ReleaseTicket) -> None:
-        self._background(
-            self._send_release(
-                message.engine_id, message.host, message.port, message.transfer_id, message.token
-            )
-        )
+        self._background(self._deals.release(message))
 
     async def drop_peer(self, engine_id: str) -> None:
         """An engine is gone, says the router: what waits for it fails now."""
@@ -211,30 +201,29 @@ class Borrower:
             if not record.terminal and not record.fenced and now >= fence_at:
                 record.fenced = True
                 self._background(self._fence(running))
-        if now >= self._next_renewal:
-            self._next_renewal = now + self.config.lease_seconds / 3
-            self._renew_all()
+        self._renew_due(now)
 
-    def _renew_all(self) -> None:
-        by_client: dict[PeerClient, list[Running]] = {}
+    def _renew_due(self, now: float) -> None:
+        """Batched: what is due at a peer takes everything else that is held there with it."""
+        held: dict[Session, list[Running]] = {}
+        due: set[Session] = set()
         for running in self._running.values():
             if running.session is not None and running.record.claim_held:
-                by_client.setdefault(running.session.client, []).append(running)
-        for client, held in by_client.items():
-            for first in range(0, len(held), MAX_RENEWALS):
-                self._background(self._renew(client, held[first : first + MAX_RENEWALS]))
+                held.setdefault(running.session, []).append(running)
+                if now >= running.renew_at:
+                    due.add(running.session)
+        for session in due:
+            for first in range(0, len(held[session]), MAX_RENEWALS):
+                batch = held[session][first : first + MAX_RENEWALS]
+                for running in batch:
+                    running.renew_at = now + running.lease_seconds / 3
+                self._background(self._renew(session, batch))
 
-    async def _renew(self, client: PeerClient, held: list[Running]) -> None:
-        refs = tuple(LeaseRef(r.record.transfer_id, r.record.fetch_id) for r in held)
-        try:
-            answer = await client.call(Renew(leases=refs), self.config.call_timeout)
-        except KVAgentError as error:
-            log.warning("renewal of %d leases: %s", len(refs), error)
-            return  # the next one may get through; `Complete` decides
-        if isinstance(answer, Renewed) and len(answer.verdicts) == len(held):
-            for running, verdict in zip(held, answer.verdicts, strict=True):
-                if verdict != LeaseVerdict.HELD.value:
-                    self._feed(running, Event.LEASE_LOST, f"{verdict}: the producer's lease ended")
+    async def _renew(self, session: Session, batch: list[Running]) -> None:
+        refs = [LeaseRef(r.record.transfer_id, r.record.fetch_id) for r in batch]
+        for running, cause in zip(batch, await self._deals.renew(session, refs), strict=False):
+            if cause:
+                self._feed(running, Event.LEASE_LOST, cause)
 
     # ------------------------------------------------------------ carrying out
 
@@ -256,15 +245,14 @@ class Borrower:
             case Action.COMPLETE:
                 self._spawn(running, self._complete(running))
             case Action.RELEASE:
-                release = self._send_release(
-                    message.engine_id,
-                    message.host,
-                    message.port,
-                    record.transfer_id,
-                    record.token,
-                    record.fetch_id,
+                ticket = ReleaseTicket(
+                    engine_id=message.engine_id,
+                    host=message.host,
+                    port=message.port,
+                    transfer_id=record.transfer_id,
+                    token=record.token,
                 )
-                self._background(release)
+                self._background(self._deals.release(ticket, record.fetch_id))
             case Action.REPORT:
                 self._report(running)
 
@@ -274,10 +262,6 @@ class Borrower:
             session = await self.rank.peers.greet(
                 message.engine_id, message.host, message.port, message.epoch
             )
-            while session.closed:  # it ended before we could hold it
-                session = await self.rank.peers.greet(
-                    message.engine_id, message.host, message.port, message.epoch
-                )
         except KVAgentError as error:
             self._feed(running, Event.CONNECT_FAILED, cause_text(error))
             return
@@ -302,37 +286,26 @@ class Borrower:
             engine_id=self.rank.require_identity().info.engine_id,
             digest=ticket_digest(running.message.remote_blocks, running.message.num_tokens),
         )
-        verdict = await self._ask(running, claim)
-        if verdict == LeaseVerdict.HELD.value:
-            self._feed(running, Event.CLAIM_HELD)
+        assert running.session is not None
+        cause, lease = await self._deals.ask(running.session, claim, running.message.epoch)
+        if cause:
+            self._feed(running, Event.CLAIM_REFUSED, cause)
         else:
-            self._feed(running, Event.CLAIM_REFUSED, verdict)
+            running.lease_seconds = lease
+            running.renew_at = self._now() + lease / 3
+            self._feed(running, Event.CLAIM_HELD)
 
     async def _complete(self, running: Running) -> None:
         record = running.record
         complete = Complete(
             transfer_id=record.transfer_id, token=record.token, fetch_id=record.fetch_id
         )
-        verdict = await self._ask(running, complete)
-        if verdict == LeaseVerdict.HELD.value:
-            self._feed(running, Event.COMPLETE_HELD)
-        else:
-            self._feed(running, Event.COMPLETE_REFUSED, verdict)
-
-    async def _ask(self, running: Running, message: Claim | Complete) -> str:
-        """The verdict, or the text of what went wrong on the way to it."""
         assert running.session is not None
-        try:
-            answer = await running.session.client.call(message, self.config.call_timeout)
-        except KVAgentError as error:
-            return cause_text(error)
-        if not isinstance(answer, Verdict):
-            return f"protocol: answered with {type(answer).__name__}"
-        if answer.epoch != running.message.epoch:
-            return f"peer_restarted: engine {running.message.engine_id} while it was being read"
-        if answer.verdict == LeaseVerdict.HELD.value:
-            return answer.verdict
-        return f"{answer.verdict}: {_MEANING.get(answer.verdict, 'the producer said no')}"
+        cause, _ = await self._deals.ask(running.session, complete, running.message.epoch)
+        if cause:
+            self._feed(running, Event.COMPLETE_REFUSED, cause)
+        else:
+            self._feed(running, Event.COMPLETE_HELD)
 
     def _start_reads(self, running: Running) -> None:
         message = running.message
@@ -346,7 +319,6 @@ class Borrower:
             remote_blocks=message.remote_blocks,
             local_blocks=message.local_blocks,
             start_token=message.start_token,
-            timeout=self.config.fetch_timeout,
         )
         self.rank.start_part(part, lambda part_id, state: self._rank_done(part_id, 0, state))
         for member in self.team.followers():
@@ -443,35 +415,6 @@ class Borrower:
             )
         self.outbox.received(record.request_id, record.cause, stats, blocks)
 
-    async def _send_release(
-        self,
-        engine_id: str,
-        host: str,
-        port: int,
-        transfer_id: str,
-        token: bytes,
-        fetch_id: str = "",
-    ) -> None:
-        """Best effort: a release that is lost costs the producer one lease."""
-        message = Release(transfer_id=transfer_id, token=token, fetch_id=fetch_id)
-        session = self.rank.peers.session(engine_id, host, port)
-        try:
-            if session is not None:
-                session.hold()
-                try:
-                    await session.client.call(message, self.config.call_timeout)
-                finally:
-                    session.let_go()
-                return
-            async with self._strangers:
-                client = PeerClient(self.rank.context, host, port)
-                try:
-                    await client.call(message, self.config.call_timeout)
-                finally:
-                    await client.close()
-        except KVAgentError as error:
-            log.info("release of %s at %s: %s", transfer_id, engine_id, error)
-
     async def _fence(self, running: Running) -> None:
         part_id = running.part_id
         if not self.rank.abort_part(part_id).done:
@@ -511,15 +454,3 @@ class Borrower:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-_MEANING = {
-    LeaseVerdict.UNKNOWN.value: "the producer does not know this transfer",
-    LeaseVerdict.FORBIDDEN.value: "the token is not the ticket's",
-    LeaseVerdict.MISMATCH.value: "the ticket's blocks or tokens are not those that were offered",
-    LeaseVerdict.USED.value: "another fetch used this ticket",
-    LeaseVerdict.EXPIRED.value: "the lease ran out and the blocks went back",
-    LeaseVerdict.CANCELLED.value: "the producer cancelled the request",
-    LeaseVerdict.RELEASED.value: "the ticket was released",
-    LeaseVerdict.REVOKED.value: "the producer's memory is not what it was",
-}

@@ -106,7 +106,14 @@ class PeerBook:
 
         `epoch` is the ticket's. Raises `HandshakeError`, or `PeerGoneError` when nobody answers.
         """
-        key = (engine_id, host, port)
+        while True:
+            session = await self._session((engine_id, host, port), epoch)
+            if not session.closed:  # else it ended while we waited
+                session.last_used = time.monotonic()
+                return session
+
+    async def _session(self, key: tuple[str, str, int], epoch: str) -> Session:
+        engine_id, host, port = key
         task = self._sessions.get(key)
         if task is not None and task.done():
             known = _result(task)
@@ -123,9 +130,7 @@ class PeerBook:
                 raise HandshakeError(f"sessions with {MAX_SESSIONS} engines are open already")
             task = asyncio.create_task(self._hello(engine_id, host, port))
             self._sessions[key] = task
-        session = await asyncio.shield(task)
-        session.last_used = time.monotonic()
-        return session
+        return await asyncio.shield(task)
 
     async def _greet_again(self, known: Session, host: str, port: int) -> Session:
         """The same session when its engine is still what it was, else a new one."""

@@ -19,13 +19,7 @@ log = logging.getLogger("kvagent")
 
 
 def nixl_fabric(name: str, config: Config) -> Fabric:
-    """The real fabric; NIXL is loaded only now.
-
-    UCX listens on every interface unless it is told otherwise. A sidecar that binds to loopback
-    is for this host, and so is its data plane; a setting of the user's stays.
-    """
-    if config.is_loopback() and "UCX_NET_DEVICES" not in os.environ:
-        os.environ["UCX_NET_DEVICES"] = "lo"
+    """The real fabric; NIXL is loaded only now."""
     from kvagent.fabric.nixl import NixlFabric
 
     return NixlFabric(name, piece_bytes=config.piece_bytes, inflight_bytes=config.inflight_bytes)
@@ -35,6 +29,10 @@ def serve(config: Config) -> None:
     """Runs until SIGTERM or SIGINT, then drains. A second signal stops at once."""
     if not config.socket:
         raise ConfigError("socket: give the path of the unix socket with --socket")
+    if config.is_loopback():
+        # UCX listens on every interface unless it is told otherwise. This sidecar is for this
+        # host, and so is its data plane. (Not when embedded: the engine may use UCX itself.)
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
     logging.basicConfig(
         stream=sys.stderr,
         level=config.log_level.upper(),

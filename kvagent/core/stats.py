@@ -41,15 +41,3 @@ class FetchStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     post: float
     wire: float
     validate: float
-
-
-class TransferStats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`kv_connector_stats` of a rank's output: fetch id or request id -> its share."""
-
-    fetches: dict[str, ReadStats]
-
-    def aggregate(self, other: TransferStats) -> TransferStats:
-        merged = dict(self.fetches)
-        for key, stats in other.fetches.items():
-            merged[key] = merged[key].merge(stats) if key in merged else stats
-        return TransferStats(fetches=merged)

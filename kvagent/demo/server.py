@@ -7,7 +7,6 @@ A client that goes away cancels its request.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import logging
@@ -25,7 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvagent.demo import api
-from kvagent.demo.config import HND, NHD, EngineOptions, default_model
+from kvagent.demo.config import HND, EngineOptions, default_model
 from kvagent.demo.engine import Engine
 from kvagent.demo.request import Output, Request
 from kvagent.demo.tokenizer import TextStream
@@ -235,38 +234,3 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     return listener
-
-
-def main() -> None:
-    """An engine from the command line, without the rest of kvagent around it."""
-    parser = argparse.ArgumentParser(prog="python -m kvagent.demo.server", description=__doc__)
-    parser.add_argument("--model", help="Hugging Face directory or GGUF file")
-    parser.add_argument("--socket", help="path of each rank's sidecar, with {rank} in it")
-    parser.add_argument("--engine-id", default="demo")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--num-blocks", type=int, default=512)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--layout", choices=("HND", "NHD"), default="HND")
-    parser.add_argument("--prefix-cache", action="store_true")
-    args = parser.parse_args()
-    try:
-        serve_engine(
-            args.model,
-            socket_template=args.socket,
-            engine_id=args.engine_id,
-            tp=args.tp,
-            host=args.host,
-            port=args.port,
-            num_blocks=args.num_blocks,
-            block_size=args.block_size,
-            axes={"HND": HND, "NHD": NHD}[args.layout],
-            prefix_cache=args.prefix_cache,
-        )
-    except KVAgentError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-
-
-if __name__ == "__main__":
-    main()

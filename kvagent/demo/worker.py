@@ -26,7 +26,7 @@ from kvagent.demo.model import Chunk, Model, PagedCache
 from kvagent.demo.tp import Group, Shard
 from kvagent.demo.transfer import join_sidecar, layer_names
 from kvagent.demo.weights import load_weights, open_checkpoint
-from kvagent.errors import KVAgentError
+from kvagent.errors import ConfigError, KVAgentError
 
 _HOST = "127.0.0.1"
 _EXIT_SECONDS = 10.0
@@ -60,6 +60,8 @@ class Worker:
         device = options.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        elif device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError(f"device {device!r}: this torch sees no GPU; use cpu or auto")
         self._weights = load_weights(checkpoint, self._shard, torch.device(device))
         self._client: WorkerClient | None = None
 

@@ -33,6 +33,8 @@ Id = Annotated[str, msgspec.Meta(max_length=256)]
 """Names of engines, transfers, incarnations, hosts: nothing that a peer can make long."""
 Secret = Annotated[bytes, msgspec.Meta(max_length=64)]
 """Tokens and digests."""
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+"""Of tokens."""
 Words = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 """Text for people."""
 
@@ -125,7 +127,7 @@ class Offer(Message, frozen=True, tag="offer"):
     transfer_id: str
     token: bytes
     blocks: tuple[bytes, ...]
-    num_tokens: int
+    num_tokens: Count
 
 
 class Fetch(Message, frozen=True, tag="fetch"):
@@ -139,10 +141,10 @@ class Fetch(Message, frozen=True, tag="fetch"):
     epoch: str
     transfer_id: str
     token: bytes
-    num_tokens: int
+    num_tokens: Count
     remote_blocks: tuple[bytes, ...]
     local_blocks: tuple[bytes, ...]
-    start_token: int = 0
+    start_token: Count = 0
 
 
 class ReleaseTicket(Message, frozen=True, tag="release_ticket"):
@@ -341,7 +343,7 @@ class Verdict(Message, frozen=True, tag="verdict"):
 
     verdict: Id
     epoch: Id
-    lease_seconds: float
+    lease_seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 
 class Part(Message, frozen=True, tag="part"):
@@ -355,11 +357,10 @@ class Part(Message, frozen=True, tag="part"):
     host: Id
     port: int
     epoch: Id
-    num_tokens: int
+    num_tokens: Count
     remote_blocks: tuple[bytes, ...]
     local_blocks: tuple[bytes, ...]
-    start_token: int
-    timeout: float
+    start_token: Count
 
 
 class PartState(Message, frozen=True, tag="part_state"):

@@ -9,7 +9,7 @@ from steps import Step
 
 from kvagent.core.aggregator import KVOutputAggregator
 from kvagent.core.output import KVConnectorOutput
-from kvagent.core.stats import ReadStats, TransferStats
+from kvagent.core.stats import ReadStats
 from kvagent.errors import AggregationError
 
 FIELDS = ["kv_connector_stats", "kv_connector_worker_meta"]
@@ -170,14 +170,6 @@ def test_events_of_different_types_are_refused():
     ).kv_cache_events == Events("a", "b", workers=2)
 
 
-def test_the_agents_own_stats():
+def test_shares_of_ranks_add_up():
     slow, fast = ReadStats(nbytes=1, wire=2.0), ReadStats(nbytes=2, wire=1.0)
-    output = aggregate(
-        [
-            Step(kv_connector_stats=TransferStats(fetches={"a": slow})),
-            Step(kv_connector_stats=TransferStats(fetches={"a": fast, "b": fast})),
-        ]
-    )
-    assert output.kv_connector_stats == TransferStats(
-        fetches={"a": ReadStats(nbytes=3, wire=2.0), "b": fast}
-    )
+    assert slow.merge(fast) == ReadStats(nbytes=3, wire=2.0)

@@ -1,0 +1,108 @@
+"""What a consumer's leader says to a producer's: claim, renew, complete, release.
+
+Each is a question with an answer; what follows from the answer is decided by the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import zmq.asyncio
+
+from kvagent.agent.causes import cause_text
+from kvagent.agent.peers import PeerBook, Session
+from kvagent.core.lease import Verdict as LeaseVerdict
+from kvagent.errors import KVAgentError
+from kvagent.wire.messages import (
+    Claim,
+    Complete,
+    LeaseRef,
+    Release,
+    ReleaseTicket,
+    Renew,
+    Renewed,
+    Verdict,
+)
+from kvagent.wire.peer import PeerClient
+
+log = logging.getLogger("kvagent.fetch")
+
+MAX_STRANGERS = 64
+"""Connections at once for releases to engines that we have no session with."""
+
+
+class Deals:
+    def __init__(self, context: zmq.asyncio.Context, peers: PeerBook, call_timeout: float) -> None:
+        self._context = context
+        self._peers = peers
+        self._timeout = call_timeout
+        self._strangers = asyncio.Semaphore(MAX_STRANGERS)
+
+    async def ask(
+        self, session: Session, message: Claim | Complete, epoch: str
+    ) -> tuple[str, float]:
+        """("", the producer's lease in seconds) when it said yes, else (the cause, 0).
+
+        `epoch` is the ticket's: a producer that restarted meanwhile says nothing of this memory.
+        """
+        try:
+            answer = await session.client.call(message, self._timeout)
+        except KVAgentError as error:
+            return cause_text(error), 0.0
+        if not isinstance(answer, Verdict):
+            return f"protocol: answered with {type(answer).__name__}", 0.0
+        if answer.epoch != epoch:
+            return f"peer_restarted: engine {session.engine_id} while it was being read", 0.0
+        if answer.verdict == LeaseVerdict.HELD.value:
+            return "", answer.lease_seconds
+        return f"{answer.verdict}: {_MEANING.get(answer.verdict, 'the producer said no')}", 0.0
+
+    async def renew(self, session: Session, leases: Sequence[LeaseRef]) -> list[str]:
+        """A cause for each lease, "" for those that are held. [] when no answer came: the next
+        renewal may get through, and `Complete` decides."""
+        try:
+            answer = await session.client.call(Renew(leases=tuple(leases)), self._timeout)
+        except KVAgentError as error:
+            log.warning("renewal of %d leases: %s", len(leases), error)
+            return []
+        if not isinstance(answer, Renewed) or len(answer.verdicts) != len(leases):
+            return []
+        return [
+            "" if verdict == LeaseVerdict.HELD.value else f"{verdict}: the producer's lease ended"
+            for verdict in answer.verdicts
+        ]
+
+    async def release(self, ticket: ReleaseTicket, fetch_id: str = "") -> None:
+        """Best effort: a release that is lost costs the producer one lease."""
+        message = Release(transfer_id=ticket.transfer_id, token=ticket.token, fetch_id=fetch_id)
+        session = self._peers.session(ticket.engine_id, ticket.host, ticket.port)
+        try:
+            if session is not None:
+                session.hold()
+                try:
+                    await session.client.call(message, self._timeout)
+                finally:
+                    session.let_go()
+                return
+            async with self._strangers:
+                client = PeerClient(self._context, ticket.host, ticket.port)
+                try:
+                    await client.call(message, self._timeout)
+                finally:
+                    await client.close()
+        except KVAgentError as error:
+            log.info("release of %s at %s: %s", ticket.transfer_id, ticket.engine_id, error)
+
+
+_MEANING = {
+    LeaseVerdict.UNKNOWN.value: "the producer does not know this transfer",
+    LeaseVerdict.FORBIDDEN.value: "the token is not the ticket's",
+    LeaseVerdict.MISMATCH.value: "the ticket's blocks or tokens are not those that were offered",
+    LeaseVerdict.USED.value: "another fetch used this ticket",
+    LeaseVerdict.EXPIRED.value: "the lease ran out and the blocks went back",
+    LeaseVerdict.CANCELLED.value: "the producer cancelled the request",
+    LeaseVerdict.RELEASED.value: "the ticket was released",
+    LeaseVerdict.REVOKED.value: "the producer's engine or scheduler is not the one that offered it",
+}
