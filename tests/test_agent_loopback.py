@@ -377,10 +377,11 @@ def test_cancel_while_reading_waits_for_what_is_in_flight(engines: Engines, side
     hung(producer, consumer, "r")
     {"producer": producer, "consumer": consumer}[side].client.cancel("r")
     producer.sent("r", LONG)
-    quiet(consumer, 0.4)  # the producer's engine may go on; our blocks may still be written to
-    counts = sidecar(consumer).agent.leader.fetches.counts()
-    assert counts["draining"] == 1
-    assert counts["quarantined_blocks"] == len(LOCAL)
+    # The producer's engine may go on; our blocks may still be written to.
+    fetches = sidecar(consumer).agent.leader.fetches
+    wait_for(lambda: fetches.counts()["draining"], "the next renewal tells a producer's cancel")
+    quiet(consumer, 0.4)
+    assert fetches.counts()["quarantined_blocks"] == len(LOCAL)
     sidecar(producer).resume()
     assert end(consumer, "r").startswith("cancelled:")
     quiet(consumer)
