@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from kvagent.core.chaos import ChaosConfig
 from kvagent.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -60,6 +61,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Runs that are at least this long on average are never staged."""
     log_level: str = "info"
     """debug, info, warning or error."""
+    chaos: ChaosConfig = ChaosConfig()
+    """Control messages of this sidecar that go wrong on purpose, for drills: `[chaos]`."""
 
     def bind_address(self) -> tuple[str, int]:
         return split_address(self.bind, "bind")

@@ -18,6 +18,7 @@ from kvagent.agent import local_server
 from kvagent.client.channel import Channel
 from kvagent.errors import AgentError, AgentLostError, GeometryError, KVAgentError, ProtocolError
 from kvagent.wire import local
+from kvagent.wire.control import Control
 from kvagent.wire.messages import (
     AbortPart,
     Ack,
@@ -276,10 +277,8 @@ class Stranger:
     def __init__(self, stage: Stage, endpoint: str) -> None:
         self.stage = stage
         host, port = endpoint.split(":")
-        from zmq.asyncio import Context
-
-        self._context = Context()
-        self._client = stage.call(lambda: PeerClient(self._context, host, int(port)))
+        self._control = stage.call(Control)
+        self._client = stage.call(lambda: PeerClient(self._control, host, int(port)))
 
     def ask(self, message: Peer, timeout: float = LONG) -> Peer | str:
         """The answer, or the text of the refusal."""
@@ -294,7 +293,7 @@ class Stranger:
 
     def close(self) -> None:
         self.stage.run(self._client.close())
-        self._context.destroy(linger=0)
+        self.stage.run(self._control.close())
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import zmq
-import zmq.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvagent.errors import ConfigError, HandshakeError, PeerGoneError, ProtocolError
 from kvagent.wire import peer
+from kvagent.wire.control import Control
 from kvagent.wire.messages import (
     MAX_PEER_BYTES,
     PROTOCOL,
@@ -39,24 +39,24 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 @asynccontextmanager
-async def sockets() -> AsyncIterator[zmq.asyncio.Context]:
-    context = zmq.asyncio.Context()
+async def sockets() -> AsyncIterator[Control]:
+    control = Control()
     try:
-        yield context
+        yield control
     finally:
-        context.destroy(linger=0)
+        await control.close()
 
 
 @asynccontextmanager
 async def serving(
     handler: Callable[[Peer], Awaitable[Peer]], host: str = "127.0.0.1"
-) -> AsyncIterator[tuple[zmq.asyncio.Context, PeerServer, PeerClient]]:
-    async with sockets() as context:
-        server = PeerServer(context, handler)
+) -> AsyncIterator[tuple[Control, PeerServer, PeerClient]]:
+    async with sockets() as control:
+        server = PeerServer(control, handler)
         port = server.bind(host, 0)
         server.start()
-        client = PeerClient(context, host, port)
-        yield context, server, client
+        client = PeerClient(control, host, port)
+        yield control, server, client
         await client.close()
         await server.close()
 
@@ -131,14 +131,14 @@ def test_a_call_that_is_sent_again_is_answered_once() -> None:
 
 def test_a_call_made_before_the_peer_is_there() -> None:
     async def work() -> None:
-        async with sockets() as context:
+        async with sockets() as control:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
-            client = PeerClient(context, "127.0.0.1", port)
+            client = PeerClient(control, "127.0.0.1", port)
             call = asyncio.create_task(check(client, "early"))
             await asyncio.sleep(0.2)
-            server = PeerServer(context, echo)
+            server = PeerServer(control, echo)
             server.bind("127.0.0.1", port)
             server.start()
             await call
@@ -155,8 +155,8 @@ def test_a_peer_that_never_answers(listening: bool) -> None:
         raise AssertionError
 
     async def work() -> None:
-        async with serving(never) as (context, _, client):
-            silent = client if listening else PeerClient(context, "127.0.0.1", 1)
+        async with serving(never) as (control, _, client):
+            silent = client if listening else PeerClient(control, "127.0.0.1", 1)
             began = asyncio.get_running_loop().time()
             with pytest.raises(PeerGoneError, match=r"did not answer Ok within 0\.3 s"):
                 await silent.call(Ok(), 0.3, again=0.1)
@@ -192,8 +192,8 @@ def test_closing_fails_open_and_later_calls(port: int) -> None:
         raise AssertionError
 
     async def work() -> None:
-        async with serving(never) as (context, _, connected):
-            client = PeerClient(context, "127.0.0.1", port) if port else connected
+        async with serving(never) as (control, _, connected):
+            client = PeerClient(control, "127.0.0.1", port) if port else connected
             calls = [asyncio.create_task(client.call(Ok(), LONG)) for _ in range(3)]
             await asyncio.sleep(0.2)
             await client.close()
@@ -208,8 +208,8 @@ def test_closing_fails_open_and_later_calls(port: int) -> None:
 
 def test_a_cancelled_call_leaves_nothing() -> None:
     async def work() -> None:
-        async with serving(echo) as (context, _, client):
-            away = PeerClient(context, "127.0.0.1", 1)
+        async with serving(echo) as (control, _, client):
+            away = PeerClient(control, "127.0.0.1", 1)
             call = asyncio.create_task(away.call(Ok(), LONG))
             await asyncio.sleep(0.1)
             call.cancel()
@@ -226,17 +226,17 @@ def test_a_cancelled_call_leaves_nothing() -> None:
 @pytest.mark.parametrize("host", ["bad host!", "a\0b", "\ud800"])
 def test_not_an_address(host: str) -> None:
     async def work() -> None:
-        async with sockets() as context:
+        async with sockets() as control:
             with pytest.raises(HandshakeError, match="is not an address"):
-                PeerClient(context, host, 7100)
+                PeerClient(control, host, 7100)
 
     run(work())
 
 
 def test_a_port_that_is_taken() -> None:
     async def work() -> None:
-        async with serving(echo) as (context, _, client):
-            second = PeerServer(context, echo)
+        async with serving(echo) as (control, _, client):
+            second = PeerServer(control, echo)
             with pytest.raises(ConfigError, match=rf"{client.port}.*--bind"):
                 second.bind("127.0.0.1", client.port)
             await second.close()
@@ -250,8 +250,8 @@ def test_a_port_that_is_taken() -> None:
 
 def test_a_newer_caller_is_told_both_versions() -> None:
     async def work() -> None:
-        async with serving(echo) as (context, server, client):
-            raw = context.socket(zmq.DEALER)
+        async with serving(echo) as (control, server, client):
+            raw = control.socket(zmq.DEALER)
             raw.connect(f"tcp://127.0.0.1:{client.port}")
             # Whatever its message is, it is not decoded.
             await raw.send_multipart([HEAD.pack(MAGIC, PROTOCOL + 6, 77), b"\xff garbage"])
@@ -269,10 +269,10 @@ def test_a_newer_caller_is_told_both_versions() -> None:
 
 def test_another_version_at_the_peer_names_both() -> None:
     async def work() -> None:
-        async with sockets() as context:
-            router = context.socket(zmq.ROUTER)
+        async with sockets() as control:
+            router = control.socket(zmq.ROUTER)
             port = router.bind_to_random_port("tcp://127.0.0.1")
-            client = PeerClient(context, "127.0.0.1", port)
+            client = PeerClient(control, "127.0.0.1", port)
             call = asyncio.create_task(client.call(Ok(), LONG))
             identity, head, _ = await router.recv_multipart()
             _, _, number = HEAD.unpack(head)
@@ -319,9 +319,9 @@ GARBAGE: dict[str, list[bytes]] = {
 @pytest.mark.parametrize("name", GARBAGE)
 def test_garbage_does_not_stop_the_server(name: str) -> None:
     async def work() -> None:
-        async with serving(echo) as (context, server, client):
+        async with serving(echo) as (control, server, client):
             await check(client, "before")
-            raw = context.socket(zmq.DEALER)
+            raw = control.socket(zmq.DEALER)
             raw.connect(f"tcp://127.0.0.1:{client.port}")
             await raw.send_multipart(GARBAGE[name])
             while server.rejected == 0:  # noqa: ASYNC110
@@ -337,8 +337,8 @@ def test_any_frames_are_a_protocol_error_or_a_call(frames: list[bytes]) -> None:
     """The part of the server that looks at bytes, without sockets."""
 
     async def work() -> None:
-        async with sockets() as context:
-            server = PeerServer(context, echo)
+        async with sockets() as control:
+            server = PeerServer(control, echo)
             for given_frames in ([b"id", *frames], [b"id", HEADER, *frames]):
                 try:
                     server._accept(given_frames)
@@ -360,9 +360,9 @@ def test_damaged_messages_decode_or_are_protocol_errors(where: int, noise: bytes
 
 def test_a_huge_message_ends_only_its_own_connection() -> None:
     async def work() -> None:
-        async with serving(echo) as (context, server, client):
+        async with serving(echo) as (control, server, client):
             await check(client, "before")
-            raw = context.socket(zmq.DEALER)
+            raw = control.socket(zmq.DEALER)
             raw.connect(f"tcp://127.0.0.1:{client.port}")
             await raw.send_multipart([HEADER, bytes(MAX_PEER_BYTES + 1)])
             await check(client, "after")
@@ -430,10 +430,10 @@ def test_too_many_calls_are_dropped_and_asked_again(monkeypatch: pytest.MonkeyPa
 )
 def test_garbage_as_an_answer_is_dropped(frames: list[bytes]) -> None:
     async def work() -> None:
-        async with sockets() as context:
-            router = context.socket(zmq.ROUTER)
+        async with sockets() as control:
+            router = control.socket(zmq.ROUTER)
             port = router.bind_to_random_port("tcp://127.0.0.1")
-            client = PeerClient(context, "127.0.0.1", port)
+            client = PeerClient(control, "127.0.0.1", port)
             call = asyncio.create_task(client.call(Drop(engine_id="x"), LONG))
             identity, head, _ = await router.recv_multipart()
             await router.send_multipart([identity, *frames])

@@ -14,9 +14,6 @@ import time
 from collections.abc import Awaitable
 from importlib.metadata import version
 
-import zmq
-import zmq.asyncio
-
 from kvagent.agent import http
 from kvagent.agent.follower import Follower
 from kvagent.agent.leader import Leader
@@ -27,6 +24,7 @@ from kvagent.core.compare import differences
 from kvagent.core.layout import MemoryRange, allocate
 from kvagent.errors import AgentError, GeometryError, KVAgentError, ProtocolError
 from kvagent.memory.host import HostMemory, MappedMemory
+from kvagent.wire.control import Control
 from kvagent.wire.messages import (
     AbortPart,
     Ack,
@@ -65,8 +63,6 @@ from kvagent.wire.peer import PeerServer
 
 log = logging.getLogger("kvagent.agent")
 
-MAX_SOCKETS = 16384
-"""Of ZMQ, whose default of 1,023 fewer peers would exhaust."""
 TICK = 0.2
 """Seconds between looks at the clock."""
 VERSION = version("kvagent")
@@ -77,14 +73,13 @@ class Agent:
 
     def __init__(self, config: Config, make_fabric: FabricFactory) -> None:
         self.config = config
-        self.context = zmq.asyncio.Context()
-        self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        self.rank = Rank(config, self.context, make_fabric, self._identity_changed)
-        self.leader = Leader(config, self.context, self.rank)
+        self.control = Control(config.chaos)
+        self.rank = Rank(config, self.control, make_fabric, self._identity_changed)
+        self.leader = Leader(config, self.control, self.rank)
         self.leader.team.changed = self._team_changed
         self.follower: Follower | None = None
         self.local = LocalServer(self._on_local, self._gone)
-        self.peers = PeerServer(self.context, self._on_peer)
+        self.peers = PeerServer(self.control, self._on_peer)
         self._taking_over = False
         self._worker: Connection | None = None
         self._scheduler: Connection | None = None
@@ -124,7 +119,7 @@ class Agent:
         self.leader.outbox.flush()
         await self.local.close()
         await self.peers.close()
-        self.context.destroy(linger=0)
+        await self.control.close()
 
     async def drain(self, timeout: float) -> tuple[str, ...]:
         """See `EngineClient.drain`; also what SIGTERM does."""

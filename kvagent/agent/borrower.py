@@ -87,7 +87,7 @@ class Borrower:
         self._running: dict[str, Running] = {}
         self._parts: dict[str, Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._deals = Deals(rank.context, rank.peers, config.call_timeout)
+        self._deals = Deals(rank.control, rank.peers, config.call_timeout)
 
     # ------------------------------------------------------------ the scheduler
 

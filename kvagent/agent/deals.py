@@ -9,12 +9,11 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-import zmq.asyncio
-
 from kvagent.agent.causes import cause_text
 from kvagent.agent.peers import PeerBook, Session
 from kvagent.core.lease import Verdict as LeaseVerdict
 from kvagent.errors import KVAgentError
+from kvagent.wire.control import Control
 from kvagent.wire.messages import (
     Claim,
     Complete,
@@ -34,8 +33,8 @@ MAX_STRANGERS = 64
 
 
 class Deals:
-    def __init__(self, context: zmq.asyncio.Context, peers: PeerBook, call_timeout: float) -> None:
-        self._context = context
+    def __init__(self, control: Control, peers: PeerBook, call_timeout: float) -> None:
+        self._control = control
         self._peers = peers
         self._timeout = call_timeout
         self._strangers = asyncio.Semaphore(MAX_STRANGERS)
@@ -87,7 +86,7 @@ class Deals:
                     session.let_go()
                 return
             async with self._strangers:
-                client = PeerClient(self._context, ticket.host, ticket.port)
+                client = PeerClient(self._control, ticket.host, ticket.port)
                 try:
                     await client.call(message, self._timeout)
                 finally:

@@ -28,7 +28,7 @@ class Follower:
         self._rank = rank
         self._me = me
         self._attached = attached
-        self._client = PeerClient(rank.context, host, port)
+        self._client = PeerClient(rank.control, host, port)
         self._tasks: set[asyncio.Task[None]] = set()
         self.joined = False
         self._keep(asyncio.create_task(self._live()))

@@ -32,6 +32,7 @@ def status(agent: Agent) -> dict[str, Any]:
     """What /status says; also what the metrics are made of."""
     me, leader, rank = agent.rank.identity, agent.leader, agent.rank
     now = time.monotonic()
+    chaos = agent.control.chaos
     return {
         "engine_id": me.info.engine_id if me else None,
         "rank": me.index if me else None,
@@ -54,6 +55,7 @@ def status(agent: Agent) -> dict[str, Any]:
         "handshakes": rank.peers.handshakes,
         "handshakes_refused": rank.peers.refusals,
         "messages_rejected": agent.peers.rejected,
+        "chaos": dict(chaos.done) | {"messages": chaos.messages} if chaos is not None else None,
         "peers": [
             {"engine_id": s.engine_id, "address": str(s.client), "epoch": s.epoch}
             for s in rank.peers.sessions()

@@ -10,8 +10,6 @@ import asyncio
 import logging
 import time
 
-import zmq.asyncio
-
 from kvagent.agent.borrower import Borrower
 from kvagent.agent.identity import Identity
 from kvagent.agent.lender import Lender
@@ -22,15 +20,16 @@ from kvagent.config import Config
 from kvagent.core.fetch import FetchTable
 from kvagent.core.lease import LeaseTable
 from kvagent.wire.codec import unpack_blocks
+from kvagent.wire.control import Control
 from kvagent.wire.messages import Fetch, Offer
 
 log = logging.getLogger("kvagent.leader")
 
 
 class Leader:
-    def __init__(self, config: Config, context: zmq.asyncio.Context, rank: Rank) -> None:
+    def __init__(self, config: Config, control: Control, rank: Rank) -> None:
         self._rank = rank
-        self.team = Team(context, self._member_lost)
+        self.team = Team(control, self._member_lost)
         self.leases = LeaseTable(lease_seconds=config.lease_seconds)
         self.fetches = FetchTable()
         self.outbox = Outbox()

@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import zmq.asyncio
-
 from kvagent.agent.identity import Identity
 from kvagent.agent.remotes import Remotes
 from kvagent.agent.staging import Staged, Staging
@@ -23,6 +21,7 @@ from kvagent.config import Config, join_address
 from kvagent.core.plan import ReadPlan, assign, make_plan
 from kvagent.errors import HandshakeError, KVAgentError
 from kvagent.fabric.base import Fabric, Prepared, RemoteAgent
+from kvagent.wire.control import Control
 from kvagent.wire.messages import Hello, Meet, Met, RankCard, Welcome
 from kvagent.wire.peer import PeerClient
 
@@ -87,7 +86,7 @@ class PeerBook:
     """All sessions of one rank; single flight for each peer."""
 
     config: Config
-    context: zmq.asyncio.Context
+    control: Control
     identity: Callable[[], Identity]
     fabric: Callable[[], Fabric]
     staging: Callable[[], Staging]
@@ -159,7 +158,7 @@ class PeerBook:
                 f"the ticket names engine {engine_id!r} at {join_address(host, port)}, which is "
                 "this engine: give each engine an id of its own"
             )
-        client = PeerClient(self.context, host, port)
+        client = PeerClient(self.control, host, port)
         self.handshakes += 1
         try:
             hello = Hello(sender=me.incarnation, engine_id=engine_id, shape=me.shape)
@@ -224,7 +223,7 @@ class PeerBook:
         return found
 
     async def _meet(self, session: Session, card: RankCard, me: Identity) -> RemoteAgent:
-        client = PeerClient(self.context, card.host, card.port)
+        client = PeerClient(self.control, card.host, card.port)
         try:
             meet = Meet(engine_id=session.engine_id, shape=me.shape, incarnation=card.incarnation)
             answer = await client.call(meet, self.config.handshake_timeout)

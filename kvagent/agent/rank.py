@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-import zmq.asyncio
-
 from kvagent.agent.causes import cause_text
 from kvagent.agent.identity import Identity
 from kvagent.agent.peers import PeerBook
@@ -31,6 +29,7 @@ from kvagent.errors import AgentError, KVAgentError, PeerGoneError
 from kvagent.fabric.base import CancelFlag, Fabric, ReadCancelled
 from kvagent.memory.host import MappedMemory
 from kvagent.wire.codec import unpack_blocks
+from kvagent.wire.control import Control
 from kvagent.wire.messages import Meet, Met, Part, PartState, Peer, Refused
 
 log = logging.getLogger("kvagent.rank")
@@ -64,7 +63,7 @@ class PartRun:
 @dataclass(slots=True)
 class Rank:
     config: Config
-    context: zmq.asyncio.Context
+    control: Control
     make_fabric: FabricFactory
     changed: Callable[[], None]
     """Called when this rank's identity is a new one."""
@@ -87,7 +86,7 @@ class Rank:
         self._gate.set()
         self.peers = PeerBook(
             self.config,
-            self.context,
+            self.control,
             self.require_identity,
             self.require_fabric,
             self.require_staging,

@@ -12,12 +12,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import zmq.asyncio
-
 from kvagent.agent.identity import Identity
 from kvagent.core.compare import EngineShape, differences, merge_shapes
 from kvagent.core.specs import CacheSpec, FullAttentionSpec, MambaSpec
 from kvagent.core.topology import EngineTransferInfo
+from kvagent.wire.control import Control
 from kvagent.wire.messages import JoinLeader, Peer, RankCard, Refused, Welcome, Welcomed
 from kvagent.wire.peer import PeerClient
 
@@ -41,8 +40,8 @@ class Member:
 class Team:
     """`lost(index, why)` is called when a rank's old incarnation is known to be gone."""
 
-    def __init__(self, context: zmq.asyncio.Context, lost: Callable[[int, str], None]) -> None:
-        self._context = context
+    def __init__(self, control: Control, lost: Callable[[int, str], None]) -> None:
+        self._control = control
         self._lost = lost
         self._members: dict[int, Member] = {}
         self._me: Identity | None = None
@@ -99,7 +98,7 @@ class Team:
             if known is not None:
                 self._closing.append(known.client)
                 known.lost = True
-            client = PeerClient(self._context, card.host, card.port)
+            client = PeerClient(self._control, card.host, card.port)
             self._members[index] = Member(index, card, message.shape, client, now)
             self._generation += 1
             if known is not None and known.card.incarnation != card.incarnation:

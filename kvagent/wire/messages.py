@@ -9,7 +9,7 @@ group. Everything is idempotent: a second delivery is answered as the first one 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 import msgspec
 
@@ -418,6 +418,9 @@ Peer = (
     | Drop
     | Ok
 )
+
+KINDS = frozenset(str(kind.__struct_config__.tag) for kind in get_args(Peer))
+"""Names of the messages between sidecars."""
 
 peer_codec: Codec[Peer] = Codec(Peer, MAX_PEER_BYTES)
 

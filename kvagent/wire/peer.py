@@ -16,11 +16,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from kvagent.errors import ConfigError, HandshakeError, PeerGoneError, ProtocolError
+from kvagent.wire.control import Control
 from kvagent.wire.messages import (
-    MAX_PEER_BYTES,
     PROTOCOL,
     Peer,
     Refused,
@@ -51,21 +50,17 @@ def endpoint(host: str, port: int) -> str:
 class PeerServer:
     """Answers calls with `handler`, which may take its time and must not raise."""
 
-    def __init__(self, context: zmq.asyncio.Context, handler: Handler) -> None:
+    def __init__(self, control: Control, handler: Handler) -> None:
+        self._control = control
         self._handler = handler
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop_task: asyncio.Task[None] | None = None
         self._answering: dict[bytes, set[int]] = {}
         """Calls of each peer that are being answered."""
         self.rejected = 0
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket = control.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         self._socket.setsockopt(zmq.RCVHWM, RECEIVE_WINDOW)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_PEER_BYTES)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
 
     def bind(self, host: str, port: int) -> int:
         """Binds before anything is published; returns the real port (0 asks for a free one)."""
@@ -140,7 +135,8 @@ class PeerServer:
     async def _send(self, identity: bytes, call: int, message: Peer) -> None:
         head = HEAD.pack(MAGIC, PROTOCOL, call)
         try:
-            await self._socket.send_multipart([identity, head, peer_codec.encode(message)])
+            frames = [identity, head, peer_codec.encode(message)]
+            await self._control.send(self._socket, frames, message)
         except (zmq.ZMQError, ProtocolError) as error:
             # The caller went away, or asked for more than an answer may hold.
             log.debug("answer not sent: %s", error)
@@ -156,22 +152,18 @@ class PeerServer:
 class PeerClient:
     """Makes calls to one address. Closing it fails the calls that are open."""
 
-    def __init__(self, context: zmq.asyncio.Context, host: str, port: int) -> None:
+    def __init__(self, control: Control, host: str, port: int) -> None:
         self.host, self.port = host, port
+        self._control = control
         self._calls = itertools.count(1)
         self._open: dict[int, asyncio.Future[Peer]] = {}
         try:
-            self._socket = context.socket(zmq.DEALER)
+            self._socket = control.socket(zmq.DEALER)
         except zmq.ZMQError as error:
             raise PeerGoneError(f"no socket for {host}:{port}: {error.strerror}") from error
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing queues up for a peer that is gone
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_PEER_BYTES)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
         try:
             self._socket.connect(endpoint(host, port))
         except (zmq.ZMQError, UnicodeEncodeError) as error:
@@ -197,7 +189,7 @@ class PeerClient:
         until = loop.time() + timeout
         try:
             while (left := until - loop.time()) > 0:
-                await self._transmit(frames, answer, left)
+                await self._transmit(frames, message, answer, left)
                 try:
                     reply = await asyncio.wait_for(
                         asyncio.shield(answer), max(0.001, min(again, until - loop.time()))
@@ -216,10 +208,10 @@ class PeerClient:
         )
 
     async def _transmit(
-        self, frames: list[bytes], answer: asyncio.Future[Peer], left: float
+        self, frames: list[bytes], message: Peer, answer: asyncio.Future[Peer], left: float
     ) -> None:
         """Sends once connected; whether it did, shows in `answer`. `close` sets that first."""
-        sending = asyncio.ensure_future(self._socket.send_multipart(frames))
+        sending = asyncio.ensure_future(self._control.send(self._socket, frames, message))
         either: set[asyncio.Future[Any]] = {sending, answer}
         try:
             await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
