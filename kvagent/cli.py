@@ -1,14 +1,17 @@
-"""The command line: `kvagent serve | plan | proxy | engine | demo`. Only options are here."""
+"""The command line: `kvagent serve | config | doctor | plan | ...`. Only options are here."""
 
 from __future__ import annotations
 
 import sys
 from enum import Enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvagent.errors import KVAgentError
+
+if TYPE_CHECKING:
+    from kvagent.config import Effective
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -18,31 +21,95 @@ app = typer.Typer(
 )
 
 
+ConfigFile = Annotated[
+    str | None, typer.Option("--config", help="TOML file with any setting; or KVAGENT_CONFIG.")
+]
+Socket = Annotated[str | None, typer.Option(help="Unix socket for the engine.")]
+Bind = Annotated[str | None, typer.Option(help="HOST:PORT for other sidecars.")]
+Advertise = Annotated[str | None, typer.Option(help="Host they are told to dial.")]
+Http = Annotated[str | None, typer.Option(help="HOST:PORT for /metrics, /status.")]
+Insecure = Annotated[
+    bool | None, typer.Option("--insecure", help="Bind beyond loopback without keys.")
+]
+LogLevel = Annotated[str | None, typer.Option(help="debug to error.")]
+
+
+def settings(config_file: str | None, **flags: str | bool | None) -> Effective:
+    from kvagent.config import load_command
+
+    return load_command(config_file, flags)
+
+
 @app.command()
 def serve(
-    socket: Annotated[str | None, typer.Option(help="Unix socket for the engine.")] = None,
-    bind: Annotated[str | None, typer.Option(help="HOST:PORT for other sidecars.")] = None,
-    advertise: Annotated[str | None, typer.Option(help="Host they are told to dial.")] = None,
-    http: Annotated[str | None, typer.Option(help="HOST:PORT for /metrics, /status.")] = None,
-    config: Annotated[str | None, typer.Option(help="TOML file with any setting.")] = None,
-    insecure: Annotated[
-        bool | None, typer.Option("--insecure", help="Bind beyond loopback without keys.")
-    ] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug to error.")] = None,
+    socket: Socket = None,
+    bind: Bind = None,
+    advertise: Advertise = None,
+    http: Http = None,
+    config_file: ConfigFile = None,
+    insecure: Insecure = None,
+    log_level: LogLevel = None,
 ) -> None:
     """Run the sidecar of one worker of an engine."""
     from kvagent.agent.serve import serve as run
-    from kvagent.config import load
 
-    flags = {
-        "socket": socket,
-        "bind": bind,
-        "advertise": advertise,
-        "http": http,
-        "insecure": insecure,
-        "log_level": log_level,
-    }
-    run(load(config, flags))
+    effective = settings(
+        config_file,
+        socket=socket,
+        bind=bind,
+        advertise=advertise,
+        http=http,
+        insecure=insecure,
+        log_level=log_level,
+    )
+    run(effective.config)
+
+
+@app.command()
+def config(
+    socket: Socket = None,
+    bind: Bind = None,
+    advertise: Advertise = None,
+    http: Http = None,
+    config_file: ConfigFile = None,
+    insecure: Insecure = None,
+    log_level: LogLevel = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print what `serve` would run with, given the same flags, and where each value is from."""
+    from kvagent.explain import show_config
+
+    effective = settings(
+        config_file,
+        socket=socket,
+        bind=bind,
+        advertise=advertise,
+        http=http,
+        insecure=insecure,
+        log_level=log_level,
+    )
+    show_config(effective, as_json=as_json)
+
+
+@app.command()
+def doctor(
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="HOST:PORT of a running engine's leader to read from; repeatable."),
+    ] = None,
+    bind: Bind = None,
+    advertise: Advertise = None,
+    http: Http = None,
+    config_file: ConfigFile = None,
+    insecure: Insecure = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Check this machine for what `serve` needs, given the same flags; 1 for warnings, 2 for
+    errors."""
+    from kvagent.doctor.show import examine
+
+    effective = settings(config_file, bind=bind, advertise=advertise, http=http, insecure=insecure)
+    raise typer.Exit(examine(effective.config, peer or [], as_json=as_json))
 
 
 @app.command()

@@ -1,66 +1,75 @@
 """Every setting of the sidecar, in one place, validated once.
 
-Order of precedence: flags, then the TOML file. Each field's meaning is its docstring here.
+Order of precedence: flags, environment variables (`KVAGENT_BIND` for `bind`), the TOML file, the
+defaults here. The string below a field is all the documentation that it has: the README's table
+and `kvagent config` are made from it. How values are read and put together: `settings`.
 """
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
+import os
 import re
-import sys
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
 from kvagent.core.chaos import ChaosConfig
 from kvagent.errors import ConfigError
+from kvagent.settings import PREFIX, Layer, build, flatten, read_environ, read_file
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+__all__ = ["Config", "Effective", "join_address", "load", "load_command", "split_address"]
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+class Problem(NamedTuple):
+    """A contradiction, and the settings that it lies in."""
+
+    settings: tuple[str, ...]
+    text: str
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one sidecar. Durations are in seconds, sizes in bytes."""
 
     socket: str = ""
-    """Path of the unix socket for the engine's processes (mode 0600); empty: none (embedded)."""
+    """Unix socket for the engine's processes, mode 0600; only processes of the same uid, or root,
+    get in. Empty: none (embedded)."""
     bind: str = "127.0.0.1:0"
-    """HOST:PORT of the control socket; port 0 takes a free one."""
+    """HOST:PORT of the control socket; port 0 takes a free one; IPv6 as `[ADDRESS]:PORT`."""
     advertise: str = ""
-    """Host that peers are told to dial; default: the bound host."""
+    """Host that peers are told to dial; empty: the bound host."""
     http: str = ""
-    """HOST:PORT for /metrics, /healthz, /readyz and /status; empty: no HTTP."""
+    """HOST:PORT for `/metrics`, `/healthz`, `/readyz`, `/status`; empty: no HTTP."""
     insecure: bool = False
-    """Allow the control socket on an address that other hosts can reach, without keys."""
+    """Allow `bind` beyond loopback, without keys."""
     lease_seconds: float = 30.0
-    """How long blocks are held without a sign of life from the consumer."""
+    """How long offered blocks are held without a sign of life from the consumer, 1 or more."""
     fetch_timeout: float = 60.0
-    """A fetch that is not done by then fails."""
+    """Seconds after which a fetch fails."""
     handshake_timeout: float = 10.0
-    """A first contact with a peer that takes longer fails the fetches that wait for it."""
+    """Seconds for each question of the first contact with an engine."""
     call_timeout: float = 5.0
-    """How long one question to a peer (claim, complete) is asked again before it counts as lost."""
+    """Seconds for which a question (claim, complete) is repeated before it counts as lost."""
     drain_timeout: float = 30.0
-    """On SIGTERM: how long transfers may go on before they are failed."""
+    """On SIGTERM: seconds for which open transfers may go on."""
     fence_seconds: float = 5.0
-    """How long after its deadline a fetch waits for a peer that hangs, before its reads are ended
-    by a fence. Other reads get as long to finish first."""
+    """How long after `fetch_timeout` reads still in flight are waited for before they are cut off.
+    Other reads get as long to finish first."""
     piece_bytes: int = 4 << 20
-    """Bytes handed to NIXL in one post."""
+    """Bytes handed to NIXL in one post, 4096 or more."""
     inflight_bytes: int = 8 << 20
-    """Most bytes in flight from one peer rank. Over TCP, with much more, a reader that is killed
-    can crash its producer inside UCX."""
+    """Most bytes in flight from one peer rank. With much more over TCP, a reader that is killed can
+    crash its producer inside UCX."""
     staging_bytes: int = 32 << 20
-    """Size of the buffer for reads whose runs are short; it is made when the first peer needs it.
-    Not for states and GPU memory, which are always read directly. 0: none."""
+    """Buffer for reads whose runs are short: whole blocks are read into it and permuted from there.
+    Made when the first peer needs it; 0: none. States and GPU memory are always read directly."""
     staging_run_bytes: int = 4096
     """Runs that are at least this long on average are never staged."""
     log_level: str = "info"
-    """debug, info, warning or error."""
+    """`debug`, `info`, `warning` or `error`."""
     chaos: ChaosConfig = ChaosConfig()
     """Control messages of this sidecar that go wrong on purpose, for drills: `[chaos]`."""
 
@@ -78,74 +87,113 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """The host that peers are told; never one that means "any"."""
         return self.advertise or self.bind_address()[0]
 
-    def validate(self) -> Config:
-        """Returns itself, or raises `ConfigError` naming the setting and the fix."""
+    def problems(self) -> Iterator[Problem]:
+        """Why these values cannot be used. After a malformed address nothing more is looked at."""
+        addresses = {"bind": self.bind} | ({"http": self.http} if self.http else {})
+        for name, text in addresses.items():
+            try:
+                split_address(text, name)
+            except ConfigError as error:
+                yield Problem((name,), str(error))
+                return
+        yield from self._address_problems()
+        yield from self._bound_problems()
+
+    def _address_problems(self) -> Iterator[Problem]:
         host, _ = self.bind_address()
-        self.http_address()
+        both = ("bind", "advertise")
         if self.advertise and not _is_host(self.advertise):
-            raise ConfigError(
+            yield Problem(
+                ("advertise",),
                 f"advertise {self.advertise!r} is not a host: write the address or the name alone, "
-                "without port and brackets"
+                "without port and brackets",
             )
         if _is_any(self.advertised_host()):
-            raise ConfigError(
+            yield Problem(
+                both,
                 f"bind {host!r} listens everywhere, but no peer can dial "
                 f"{self.advertised_host()!r}: say which address they should use with "
-                "--advertise HOST"
+                "--advertise HOST",
             )
         if not _is_loopback(host) and not self.insecure:
-            raise ConfigError(
+            yield Problem(
+                ("bind",),
                 f"bind {host!r} can be reached from other hosts and this connection has no keys: "
-                "bind to loopback, or set insecure = true (--insecure) on a network you trust"
+                "bind to loopback, or set insecure = true (--insecure) on a network you trust",
             )
         if _is_loopback(host) and self.advertise and not _is_loopback(self.advertise):
-            raise ConfigError(
+            yield Problem(
+                both,
                 f"advertise {self.advertise!r} cannot reach a socket bound to {host!r}: "
-                "bind to that address too"
+                "bind to that address too",
             )
         if _is_loopback(self.advertised_host()) and not _is_loopback(host):
-            raise ConfigError(
+            yield Problem(
+                both,
                 f"advertise {self.advertise!r} would make peers on other hosts dial themselves: "
-                "bind to loopback too, or advertise an address of this host"
+                "bind to loopback too, or advertise an address of this host",
             )
+
+    def _bound_problems(self) -> Iterator[Problem]:
         if not 1 <= self.lease_seconds <= 86400:
-            raise ConfigError("lease_seconds must be from 1 to 86400 seconds")
+            yield Problem(("lease_seconds",), "lease_seconds must be from 1 to 86400 seconds")
         for name in ("fetch_timeout", "handshake_timeout", "call_timeout"):
             if not 0 < getattr(self, name) <= 86400:
-                raise ConfigError(f"{name} must be more than 0 and at most 86400 seconds")
+                yield Problem((name,), f"{name} must be more than 0 and at most 86400 seconds")
         for name in ("drain_timeout", "fence_seconds"):
             if not 0 <= getattr(self, name) <= 86400:
-                raise ConfigError(f"{name} must be from 0 to 86400 seconds")
+                yield Problem((name,), f"{name} must be from 0 to 86400 seconds")
         if self.piece_bytes < 4096 or self.inflight_bytes < self.piece_bytes:
-            raise ConfigError("piece_bytes must be at least 4096 and at most inflight_bytes")
+            yield Problem(
+                ("piece_bytes", "inflight_bytes"),
+                "piece_bytes must be at least 4096 and at most inflight_bytes",
+            )
         for name in ("staging_bytes", "staging_run_bytes"):
             if not 0 <= getattr(self, name) <= 1 << 40:
-                raise ConfigError(f"{name} must be from 0 to 2**40")
-        if self.log_level not in ("debug", "info", "warning", "error"):
-            raise ConfigError(f"log_level {self.log_level!r}: debug, info, warning or error")
-        return self
+                yield Problem((name,), f"{name} must be from 0 to 2**40")
+        if self.log_level not in LOG_LEVELS:
+            yield Problem(
+                ("log_level",), f"log_level {self.log_level!r}: debug, info, warning or error"
+            )
 
 
-def load(path: str | None, flags: dict[str, Any]) -> Config:
-    """The TOML file at `path`, if any, under the flags that were given (not None)."""
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            values = tomllib.loads(Path(path).read_text())
-        except OSError as error:
-            raise ConfigError(f"cannot read {path!r}: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path!r} is not TOML: {error}") from error
-    values |= {name: value for name, value in flags.items() if value is not None}
-    for name in values:
-        if name not in Config.__struct_fields__:
-            close = difflib.get_close_matches(name, Config.__struct_fields__, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"unknown setting {name!r}{hint}")
-    try:
-        return msgspec.convert(values, Config).validate()
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"settings: {error}") from error
+class Effective(NamedTuple):
+    """Settings, and where each came from: a file's path, a variable, a flag, or "default"."""
+
+    config: Config
+    sources: dict[str, str]
+
+
+def load_command(
+    path: str | None, flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+) -> Effective:
+    """The settings of a command: flags that were given (not None), `environ`, the file at `path`.
+
+    The file may be named by `KVAGENT_CONFIG` too. Raises `ConfigError`.
+    """
+    path = path or environ.get(f"{PREFIX}CONFIG") or None
+    layers = [] if path is None else [read_file(Config, path)]
+    layers.append(read_environ(Config, environ))
+    given = {name: value for name, value in flags.items() if value is not None}
+    layers.append(Layer.of(given, "--{}"))
+    return _effective(layers)
+
+
+def load(path: str | None, arguments: Mapping[str, Any]) -> Config:
+    """The settings of a program that embeds a sidecar: its arguments that are not None, then the
+    file, and no environment. Raises `ConfigError`."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    layers = [] if path is None else [read_file(Config, path)]
+    layers.append(Layer.of(flatten(Config, given, "the arguments"), "{}="))
+    return _effective(layers).config
+
+
+def _effective(layers: list[Layer]) -> Effective:
+    config, sources = build(Config, layers)
+    for problem in config.problems():
+        origins = [f"{name} is from {sources[name]}" for name in problem.settings]
+        raise ConfigError(f"{problem.text} ({'; '.join(origins)})")
+    return Effective(config, sources)
 
 
 def split_address(text: str, name: str) -> tuple[str, int]:

@@ -5,6 +5,7 @@
       GeometryError           a cache description contradicts itself or its memory
         UnsupportedGeometry   the description is sound, but no plan exists for the pair
         BlockRangeError       block ids outside the registered cache, or too few of them
+      BlockInUseError         a block was given out before it was reported free
       TopologyError           ranks or sizes that do not fit together
         UnknownEngineError    (also KeyError) nothing is known of that engine
       AggregationError        reports of workers that cannot be combined
@@ -14,6 +15,7 @@
         PeerGoneError         the remote process is gone
       AgentError              the local sidecar answered with an error
         AgentLostError        the local sidecar is gone
+        CacheGoneError        there is no cache to re-attach to
         DrainingError         the sidecar is draining and takes no new work
       TicketError             a ticket is malformed
 
@@ -26,7 +28,9 @@ __all__ = [
     "AgentError",
     "AgentLostError",
     "AggregationError",
+    "BlockInUseError",
     "BlockRangeError",
+    "CacheGoneError",
     "ConfigError",
     "DrainingError",
     "FabricError",
@@ -60,6 +64,10 @@ class UnsupportedGeometry(GeometryError):
 
 class BlockRangeError(GeometryError):
     """Block ids outside the registered cache, or fewer blocks than the tokens need."""
+
+
+class BlockInUseError(KVAgentError):
+    """A block was given to a request while another one still lends or writes it."""
 
 
 class TopologyError(KVAgentError):
@@ -99,6 +107,10 @@ class AgentError(KVAgentError):
 
 class AgentLostError(AgentError):
     """The local sidecar is gone."""
+
+
+class CacheGoneError(AgentError):
+    """The sidecar keeps no cache of this worker: join afresh."""
 
 
 class DrainingError(AgentError):

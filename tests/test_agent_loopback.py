@@ -55,10 +55,10 @@ def offer(producer: Engine, name: str) -> dict[str, Any]:
     return producer.client.offer(name, REMOTE, TOKENS)
 
 
-def same(producer: Engine, consumer: Engine, start: int = 0) -> bool:
+def same(producer: Engine, consumer: Engine, start: int = 0, local: list[int] = LOCAL) -> bool:
     return all(
         producer.tokens(layer, REMOTE, head)[:, start:TOKENS].equal(
-            consumer.tokens(layer, LOCAL, head)[:, start:TOKENS]
+            consumer.tokens(layer, local, head)[:, start:TOKENS]
         )
         for layer in producer.caches[0]
         for head in range(producer.heads)
@@ -104,7 +104,13 @@ def wait_for(true: Callable[[], object], what: str) -> None:
         time.sleep(0.005)
 
 
-def hung(producer: Engine, consumer: Engine, name: str, ranks: list[int] | None = None) -> None:
+def hung(
+    producer: Engine,
+    consumer: Engine,
+    name: str,
+    ranks: list[int] | None = None,
+    local: list[int] = LOCAL,
+) -> None:
     """Starts a fetch whose reads from some of the producer's ranks (all) are in flight, and stay
     so; those from other ranks are done."""
     ranks = list(range(len(producer.caches))) if ranks is None else ranks
@@ -112,7 +118,7 @@ def hung(producer: Engine, consumer: Engine, name: str, ranks: list[int] | None 
         sidecar(producer, rank).hang()
     fabrics = [one.fabric for one in producer.sidecars]  # type: ignore[attr-defined]
     goal = sum(fabric.reads for fabric in fabrics) + max(len(fabrics), len(consumer.caches))
-    consumer.client.fetch(name, offer(producer, name), LOCAL)
+    consumer.client.fetch(name, offer(producer, name), local)
     wait_for(lambda: sum(fabric.reads for fabric in fabrics) == goal, "not reading")
     wait_for(lambda: sidecar(producer).agent.leader.leases.counts()["claimed"], "not claimed")
 
@@ -131,6 +137,9 @@ def at_rest(*engines: Engine) -> None:
             found += [f"running {r}" for r in leader.borrower._running.values()]
             found += [f"tasks {t}" for t in leader.borrower._tasks]
             found += [f"parked {p}" for p in leader.lender._parked]
+            found += [
+                f"ledger {k}={v}" for k, v in leader.ledger.counts().items() if v and k != "free"
+            ]
             found += ["aggregator"] if leader.borrower._aggregator.num_counting else []  # type: ignore[union-attr]
             for one in engine.sidecars:  # type: ignore[attr-defined]
                 found += ["reading"] if one.agent.rank.reading() else []
@@ -165,17 +174,18 @@ def test_good(engines: Engines, producer_tp: int, consumer_tp: int) -> None:
 
 
 def test_many_at_once(engines: Engines) -> None:
-    producer, consumer = engines("prefill", 2), engines("decode", 2, of={"axes": NHD})
-    names = [f"r{i}" for i in range(30)]
-    for name in names:
-        consumer.client.fetch(name, offer(producer, name), LOCAL)
+    of = {"num_blocks": 128}
+    producer, consumer = engines("prefill", 2), engines("decode", 2, of={**of, "axes": NHD})
+    places = {f"r{i}": [3 * i + 1, 3 * i, 3 * i + 2] for i in range(30)}
+    for name, blocks in places.items():
+        consumer.client.fetch(name, offer(producer, name), blocks)
     ends: set[str] = set()
-    while len(ends) < len(names):
+    while len(ends) < len(places):
         out = consumer.until(lambda o: bool(o.finished_recving), LONG)
         assert not out.failed_recving
         assert not ends & (out.finished_recving or set())
         ends |= out.finished_recving or set()
-    assert same(producer, consumer)
+    assert all(same(producer, consumer, local=blocks) for blocks in places.values())
     at_rest(producer, consumer)
 
 
@@ -291,7 +301,7 @@ def test_dialling_oneself(engines: Engines) -> None:
     cause = failed(consumer, "r", ticket)
     assert "you dialled yourself at" in cause
     assert consumer.workers[0].endpoint in cause
-    ticket = consumer.client.offer("own", LOCAL, TOKENS)
+    ticket = consumer.client.offer("own", [4, 5, 6], TOKENS)
     assert "give each engine an id of its own" in failed(consumer, "own", ticket)
 
 
@@ -381,7 +391,7 @@ def test_cancel_while_reading_waits_for_what_is_in_flight(engines: Engines, side
     fetches = sidecar(consumer).agent.leader.fetches
     wait_for(lambda: fetches.counts()["draining"], "the next renewal tells a producer's cancel")
     quiet(consumer, 0.4)
-    assert fetches.counts()["quarantined_blocks"] == len(LOCAL)
+    assert sidecar(consumer).agent.leader.ledger.counts()["quarantined"] == len(LOCAL)
     sidecar(producer).resume()
     assert end(consumer, "r").startswith("cancelled:")
     quiet(consumer)
@@ -408,7 +418,8 @@ def test_one_silent_peer_holds_up_nobody(engines: Engines) -> None:
     consumer = engines("decode", handshake_timeout=1.0)
     with sidecar(producer).holding(Hello) as reached:
         for i in range(3):
-            consumer.client.fetch(f"r{i}", offer(producer, f"r{i}"), LOCAL)
+            blocks = [10 + 3 * i, 11 + 3 * i, 12 + 3 * i]
+            consumer.client.fetch(f"r{i}", offer(producer, f"r{i}"), blocks)
         assert reached()
         good(other, consumer, "others")
         assert sidecar(consumer).agent.rank.peers.handshakes == 2  # one for each peer
@@ -544,9 +555,9 @@ def test_a_hung_read_is_fenced_at_the_deadline(engines: Engines) -> None:
     consumer = engines("decode", 2, fetch_timeout=1.0, fence_seconds=0.5)
     good(producer, consumer, "first")
     began = time.monotonic()
-    hung(producer, consumer, "r")
+    hung(producer, consumer, "r", local=[10, 11, 12])
     good(other, consumer, "meanwhile")
-    assert end(consumer, "r") == "timed_out: not done after 1 s"
+    assert end(consumer, "r", [10, 11, 12]) == "timed_out: not done after 1 s"
     assert time.monotonic() - began > 1.0
     for rank in range(2):
         assert sidecar(consumer, rank).agent.rank.fences == 1

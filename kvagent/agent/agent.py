@@ -18,11 +18,12 @@ from kvagent.agent import http
 from kvagent.agent.follower import Follower
 from kvagent.agent.leader import Leader
 from kvagent.agent.local_server import Connection, LocalServer
-from kvagent.agent.rank import FabricFactory, Rank
+from kvagent.agent.rank import FabricFactory, OwnedCache, Rank
 from kvagent.config import Config
 from kvagent.core.compare import differences
 from kvagent.core.layout import MemoryRange, allocate
 from kvagent.errors import AgentError, GeometryError, KVAgentError, ProtocolError
+from kvagent.fabric.place import read_place
 from kvagent.memory.host import HostMemory, MappedMemory
 from kvagent.wire.control import Control
 from kvagent.wire.messages import (
@@ -50,6 +51,9 @@ from kvagent.wire.messages import (
     Part,
     PartDone,
     Peer,
+    Presence,
+    Quiesce,
+    Quiesced,
     Ready,
     Refused,
     Register,
@@ -57,7 +61,9 @@ from kvagent.wire.messages import (
     Release,
     ReleaseTicket,
     Renew,
+    Resume,
     Waiting,
+    Who,
 )
 from kvagent.wire.peer import PeerServer
 
@@ -81,6 +87,8 @@ class Agent:
         self.local = LocalServer(self._on_local, self._gone)
         self.peers = PeerServer(self.control, self._on_peer)
         self._taking_over = False
+        self._kept = False
+        """The worker goes on with the cache that is here, and has not asked for it yet."""
         self._worker: Connection | None = None
         self._scheduler: Connection | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -158,6 +166,7 @@ class Agent:
             await follower.close()
 
     def _team_changed(self) -> None:
+        self.leader.know_blocks()
         if self._scheduler is not None:
             self._announce(self._scheduler)
 
@@ -201,6 +210,7 @@ class Agent:
                 self.leader.lender.revoke_all()
                 await self.leader.borrower.abandon("the scheduler broke the protocol")
             self._scheduler = None
+            self.leader.resume()
             log.info("the scheduler is gone; its leases and fetches run on until another one comes")
 
     async def _on_local(self, connection: Connection, message: Local) -> None:
@@ -221,6 +231,10 @@ class Agent:
                 self.leader.cancel(request_id)
             case ReleaseTicket():
                 self.leader.borrower.release(message)
+            case Quiesce(timeout=timeout):
+                self._spawn(self._quiesce_for(connection, timeout))
+            case Resume():
+                self.leader.resume()
             case DropPeer(engine_id=engine_id):
                 self.leader.lender.drop_consumer(engine_id)
                 await self.leader.borrower.drop_peer(engine_id)
@@ -254,6 +268,11 @@ class Agent:
         self.leader.outbox.flush()
         connection.send(Drained(left=left))
 
+    async def _quiesce_for(self, connection: Connection, timeout: float) -> None:
+        left = await self.leader.quiesce(timeout)
+        self.leader.outbox.flush()
+        connection.send(Quiesced(left=left))
+
     async def _on_worker(self, connection: Connection, message: Join | Allocate | Register) -> None:
         if isinstance(message, Join):
             if self._worker not in (None, connection):
@@ -263,10 +282,16 @@ class Agent:
                     "WorkerInfo.leader is missing: every rank but 0 must say where rank 0's "
                     "sidecar is (rank 0's worker.endpoint)"
                 )
+            if message.keep_cache:
+                self.rank.rejoin(message.info)
             self._worker = connection
             connection.role = "worker"
-            await self.rank.join(message.info)
-            if self._scheduler is None:  # the old engine's; it had the same names for its requests
+            self._kept = message.keep_cache
+            if not message.keep_cache:
+                await self.rank.join(message.info)
+            if (
+                self._scheduler is None and not message.keep_cache
+            ):  # the old engine's; it had the same names for its requests
                 self.leader.outbox.clear()
             connection.send(JoinAccepted(endpoint=self.rank.endpoint, version=VERSION))
         elif connection is not self._worker:
@@ -280,17 +305,44 @@ class Agent:
         info = self.rank.info
         if info is None:
             raise AgentError("join() comes first")
+        if self._kept and self.rank.cache is not None:
+            self._kept = False
+            self._hand_back(connection, self.rank.cache, message)
+            return
         nbytes, views = allocate(message.specs, info, message.num_blocks)
         loop = asyncio.get_running_loop()
         memory = await loop.run_in_executor(None, HostMemory, nbytes)
         ranges = (MemoryRange(memory.address, memory.nbytes, "dram", 0),)
         try:
             await self.rank.adopt(message.specs, views, ranges, message.num_blocks, [memory])
+            self.rank.cache = OwnedCache(memory, views, message.num_blocks)
         except BaseException:
             memory.close()
             raise
         connection.send(
             Allocated(nbytes=memory.nbytes, views=views, pages=memory.pages), [memory.fd]
+        )
+
+    def _hand_back(self, connection: Connection, cache: OwnedCache, message: Allocate) -> None:
+        me = self.rank.require_identity()
+        if message.num_blocks != cache.num_blocks:
+            raise GeometryError(
+                f"the cache that is kept has {cache.num_blocks} blocks, not {message.num_blocks}; "
+                "ask for those, or join() afresh"
+            )
+        if message.specs != me.specs:
+            wrong = sorted(
+                name
+                for name in me.specs.keys() | message.specs.keys()
+                if me.specs.get(name) != message.specs.get(name)
+            )
+            raise GeometryError(
+                f"the cache that is kept was allocated with other specs ({', '.join(wrong[:5])}); "
+                "ask with those, or join() afresh"
+            )
+        memory = cache.memory
+        connection.send(
+            Allocated(nbytes=memory.nbytes, views=cache.views, pages=memory.pages), [memory.fd]
         )
 
     async def _register(self, connection: Connection, message: Register) -> None:
@@ -329,6 +381,8 @@ class Agent:
     async def _answer(self, message: Peer) -> Peer:
         leader, rank = self.leader, self.rank
         match message:
+            case Who():
+                return self._presence()
             case Hello():
                 return self._hello(message)
             case Meet():
@@ -359,6 +413,20 @@ class Agent:
                 return Ok()
             case _:
                 return Refused(code="protocol", message=f"{type(message).__name__} is no question")
+
+    def _presence(self) -> Presence:
+        me, team = self.rank.identity, self.leader.team
+        info = self.rank.info
+        ready = me is not None and me.index == 0 and team.complete
+        not_ready = team.missing() if me is None or me.index == 0 else "rank 0 is elsewhere"
+        return Presence(
+            version=VERSION,
+            place=read_place(),
+            engine_id=info.engine_id if info else "",
+            rank=me.index if me else 0,
+            shape=team.shape() if ready else None,
+            not_ready="" if ready else not_ready,
+        )
 
     def _hello(self, message: Hello) -> Peer:
         """The first step of the handshake: who we are and whether we fit, before anything else."""

@@ -25,9 +25,10 @@ from kvagent.core.aggregator import KVOutputAggregator
 from kvagent.core.fetch import Action, Event, FetchState, FetchTable
 from kvagent.core.fetch import Fetch as FetchRecord
 from kvagent.core.lease import ticket_digest
+from kvagent.core.ledger import written_blocks
 from kvagent.core.output import KVConnectorOutput
 from kvagent.core.stats import FetchStats, ReadStats
-from kvagent.errors import KVAgentError, ProtocolError
+from kvagent.errors import BlockInUseError, KVAgentError, ProtocolError
 from kvagent.wire.codec import unpack_blocks
 from kvagent.wire.messages import (
     MAX_RENEWALS,
@@ -87,14 +88,17 @@ class Borrower:
         self._running: dict[str, Running] = {}
         self._parts: dict[str, Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._open = asyncio.Event()
+        """Closed while the engine is quiesced: new fetches wait."""
+        self._open.set()
         self._deals = Deals(rank.control, rank.peers, config.call_timeout)
 
     # ------------------------------------------------------------ the scheduler
 
     def fetch(self, message: Fetch, draining: bool) -> None:
         now = self._now()
-        for blocks in (message.local_blocks, message.remote_blocks):
-            unpack_blocks(blocks)  # malformed ones are refused here, before there is a record
+        # Malformed ones are refused here, before there is a record.
+        local_blocks, _ = map(unpack_blocks, (message.local_blocks, message.remote_blocks))
         record = FetchRecord(
             fetch_id=uuid.uuid4().hex,
             request_id=message.request_id,
@@ -103,7 +107,6 @@ class Borrower:
             peer=message.engine_id,
             started=now,
             deadline=now + self.config.fetch_timeout,
-            num_blocks=sum(len(group) // 4 for group in message.local_blocks),
         )
         if not self.fetches.add(record):
             self._refuse_second(message)
@@ -118,7 +121,22 @@ class Borrower:
         if missing:
             self._feed(running, Event.CONNECT_FAILED, f"not_ready: {missing}")
             return
+        written = written_blocks(
+            self.team.layouts(), local_blocks, message.start_token, message.num_tokens
+        )
+        try:
+            self.fetches.reserve(record, written)
+        except BlockInUseError as error:
+            self._feed(running, Event.CONNECT_FAILED, cause_text(error))
+            return
         self._spawn(running, self._connect(running))
+
+    def quiesce(self, on: bool) -> None:
+        """While it is on, fetches that have not begun wait."""
+        if on:
+            self._open.clear()
+        else:
+            self._open.set()
 
     def cancel(self, request_id: str) -> None:
         record = self.fetches.of_request(request_id)
@@ -228,7 +246,7 @@ class Borrower:
     # ------------------------------------------------------------ carrying out
 
     def _feed(self, running: Running, event: Event, cause: str = "") -> None:
-        for action in running.record.on(event, self._now(), cause):
+        for action in self.fetches.feed(running.record, event, self._now(), cause):
             self._act(running, action)
 
     def _act(self, running: Running, action: Action) -> None:
@@ -258,6 +276,7 @@ class Borrower:
 
     async def _connect(self, running: Running) -> None:
         message = running.message
+        await self._open.wait()
         try:
             session = await self.rank.peers.greet(
                 message.engine_id, message.host, message.port, message.epoch

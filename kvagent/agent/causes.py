@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kvagent.core.lease import Verdict
 from kvagent.errors import (
+    BlockInUseError,
     BlockRangeError,
     FabricError,
     GeometryError,
@@ -23,6 +24,7 @@ _NAMES: tuple[tuple[type[KVAgentError], str], ...] = (
     (PeerGoneError, "peer_gone"),
     (FabricError, "transport"),
     (BlockRangeError, "block_range"),
+    (BlockInUseError, "block_in_use"),
     (GeometryError, "geometry"),
     (HandshakeError, "handshake"),
     (ProtocolError, "protocol"),

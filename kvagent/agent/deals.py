@@ -103,5 +103,7 @@ _MEANING = {
     LeaseVerdict.EXPIRED.value: "the lease ran out and the blocks went back",
     LeaseVerdict.CANCELLED.value: "the producer cancelled the request",
     LeaseVerdict.RELEASED.value: "the ticket was released",
+    LeaseVerdict.REFUSED.value: "the offered blocks were still being written",
+    LeaseVerdict.QUIESCED.value: "the producer's engine starts no transfer for the moment",
     LeaseVerdict.REVOKED.value: "the producer's engine or scheduler is not the one that offered it",
 }

@@ -44,6 +44,8 @@ def status(agent: Agent) -> dict[str, Any]:
         "draining": leader.draining,
         "epoch": leader.team.epoch,
         "silent_ranks": leader.team.silent(now),
+        "quiesced": leader.quiesced,
+        "ledger": leader.ledger.counts(),
         "leases": leader.leases.counts(),
         "leases_ended": dict(leader.leases.ended),
         "fetches": leader.fetches.counts(),
@@ -94,6 +96,8 @@ def why_not_ready(agent: Agent) -> str:
         return "no engine has registered a cache"
     if agent.leader.draining:
         return "draining"
+    if agent.leader.quiesced:
+        return "quiesced until the engine calls resume()"
     if me.index == 0:
         return agent.leader.team.missing() or agent.leader.team.silent_text(time.monotonic())
     joined = agent.follower is not None and agent.follower.joined
@@ -123,12 +127,13 @@ class _Metrics:
         )
         yield _labelled(
             GaugeMetricFamily("kvagent_fetches", "Fetches under way, by state", labels=["state"]),
-            {k: v for k, v in values["fetches"].items() if k != "quarantined_blocks"},
+            values["fetches"],
         )
-        yield _gauge(
-            "kvagent_quarantined_blocks",
-            "Blocks of failed fetches that a read may still write into",
-            values["fetches"]["quarantined_blocks"],
+        yield _labelled(
+            GaugeMetricFamily(
+                "kvagent_blocks", "Blocks of this engine's cache, by state", labels=["state"]
+            ),
+            values["ledger"],
         )
         yield _labelled(
             CounterMetricFamily("kvagent_fetches_ended", "Fetches that ended", labels=["cause"]),

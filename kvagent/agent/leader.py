@@ -17,8 +17,9 @@ from kvagent.agent.outbox import Outbox
 from kvagent.agent.rank import Rank
 from kvagent.agent.team import Team
 from kvagent.config import Config
-from kvagent.core.fetch import FetchTable
+from kvagent.core.fetch import FetchState, FetchTable
 from kvagent.core.lease import LeaseTable
+from kvagent.core.ledger import Ledger
 from kvagent.wire.codec import unpack_blocks
 from kvagent.wire.control import Control
 from kvagent.wire.messages import Fetch, Offer
@@ -30,18 +31,27 @@ class Leader:
     def __init__(self, config: Config, control: Control, rank: Rank) -> None:
         self._rank = rank
         self.team = Team(control, self._member_lost)
-        self.leases = LeaseTable(lease_seconds=config.lease_seconds)
-        self.fetches = FetchTable()
+        self.ledger = Ledger()
+        self.leases = LeaseTable(lease_seconds=config.lease_seconds, ledger=self.ledger)
+        self.fetches = FetchTable(self.ledger)
         self.outbox = Outbox()
         self.lender = Lender(self.leases, self.outbox, lambda: self.team.epoch)
         self.borrower = Borrower(config, rank, self.team, self.fetches, self.outbox)
         self.draining = False
+        self.quiesced = False
 
     def set_identity(self, me: Identity | None) -> None:
         """This sidecar's own rank has a cache now, or none any more."""
+        self.ledger.reset()
         self.borrower.start_afresh(me.world_size if me is not None else 0)
         self.lender.revoke_all()
+        self.resume()
         self.team.set_leader(me)
+
+    def know_blocks(self) -> None:
+        """The ranks that are there now may have cache groups of their own."""
+        for layout in self.team.layouts():
+            self.ledger.know(layout.groups)
 
     def _member_lost(self, index: int, why: str) -> None:
         self.lender.revoke_all()
@@ -85,6 +95,27 @@ class Leader:
         for request_id in left:
             self.cancel(request_id)
         return tuple(left)
+
+    async def quiesce(self, timeout: float) -> tuple[str, ...]:
+        """Until `resume`, fetches that have not begun wait and nothing new is claimed; returns
+        when nothing is being read or written, or the requests that still are."""
+        self.quiesced = True
+        self.borrower.quiesce(True)
+        self.lender.quiesce(True)
+        until = time.monotonic() + timeout
+        while self.quiesced and self._busy() and time.monotonic() < until:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        return tuple(self._busy()) if self.quiesced else ()
+
+    def resume(self) -> None:
+        self.quiesced = False
+        self.borrower.quiesce(False)
+        self.lender.quiesce(False)
+
+    def _busy(self) -> list[str]:
+        reading = [f.request_id for f in self.fetches if f.state is not FetchState.CONNECTING]
+        read = [lease.request_id for lease in self.leases.live() if lease.holder]
+        return reading + read
 
     def tick(self) -> None:
         """A few times a second, from the agent's own clock."""

@@ -7,13 +7,17 @@ parked claims wait for, and passes blocks that came free on to the scheduler.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
 from kvagent.agent.outbox import Outbox
 from kvagent.core.lease import LeaseTable
 from kvagent.core.lease import Verdict as LeaseVerdict
+from kvagent.errors import BlockInUseError
 from kvagent.wire.messages import Claim, Complete, Offer, Release, Renew, Renewed, Verdict
+
+log = logging.getLogger("kvagent.leader")
 
 
 class Lender:
@@ -28,14 +32,19 @@ class Lender:
     # ------------------------------------------------------------ the scheduler
 
     def offer(self, message: Offer) -> None:
-        answered = self._leases.offer(
-            time.monotonic(),
-            message.transfer_id,
-            message.token,
-            message.request_id,
-            message.blocks,
-            message.num_tokens,
-        )
+        now = time.monotonic()
+        try:
+            self._leases.offer(
+                now,
+                message.transfer_id,
+                message.token,
+                message.request_id,
+                message.blocks,
+                message.num_tokens,
+            )
+        except BlockInUseError as error:
+            log.error("offer of request %s: %s", message.request_id, error)
+        answered = self._leases.answer_parked(now, message.transfer_id)
         if answered is not None:
             self._answer_parked(*answered)
         self._publish()
@@ -109,6 +118,10 @@ class Lender:
         for fetch_id in self._leases.sweep(time.monotonic()):
             self._answer_parked(fetch_id, LeaseVerdict.UNKNOWN)
         self._publish()
+
+    def quiesce(self, on: bool) -> None:
+        """While it is on, nothing is claimed that was not."""
+        self._leases.quiesced = on
 
     def revoke_all(self) -> None:
         """A rank's memory is a new one: what was promised of the old one no longer holds."""

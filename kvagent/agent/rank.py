@@ -12,9 +12,11 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
+
+import msgspec
 
 from kvagent.agent.causes import cause_text
 from kvagent.agent.identity import Identity
@@ -25,9 +27,9 @@ from kvagent.core.compare import differences, engine_shape
 from kvagent.core.layout import MemoryRange, TensorView, build_layout
 from kvagent.core.specs import CacheSpec, WorkerInfo
 from kvagent.core.stats import ReadStats
-from kvagent.errors import AgentError, KVAgentError, PeerGoneError
+from kvagent.errors import AgentError, CacheGoneError, KVAgentError, PeerGoneError
 from kvagent.fabric.base import CancelFlag, Fabric, ReadCancelled
-from kvagent.memory.host import MappedMemory
+from kvagent.memory.host import HostMemory, MappedMemory
 from kvagent.wire.codec import unpack_blocks
 from kvagent.wire.control import Control
 from kvagent.wire.messages import Meet, Met, Part, PartState, Peer, Refused
@@ -60,6 +62,15 @@ class PartRun:
         self.stopped.set()
 
 
+@dataclass(frozen=True, slots=True)
+class OwnedCache:
+    """Cache memory that this sidecar made, and what a worker that comes back is told of it."""
+
+    memory: HostMemory
+    views: dict[str, TensorView]
+    num_blocks: int
+
+
 @dataclass(slots=True)
 class Rank:
     config: Config
@@ -75,6 +86,8 @@ class Rank:
     staging: Staging | None = None
     peers: PeerBook = field(init=False)
     memory: Sequence[MappedMemory] = ()
+    cache: OwnedCache | None = None
+    """None also when the engine owns the memory."""
     bytes_read: int = 0
     fences: int = 0
     _fencing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -117,6 +130,30 @@ class Rank:
         """A worker that starts afresh: what the one before it left here goes away."""
         await self.reset()
         self.info = info
+
+    def rejoin(self, info: WorkerInfo) -> None:
+        """A worker that goes on with the cache of the one before it. Everything of this
+        incarnation stays; only where the leader is may have changed.
+
+        Raises `CacheGoneError` when there is no such cache.
+        """
+        me = self.identity
+        afresh = "open a new WorkerClient and join() afresh"
+        if me is None:
+            raise CacheGoneError(f"this sidecar keeps no cache; {afresh}")
+        if self.cache is None:
+            raise CacheGoneError(
+                f"the cache was the engine's own memory and went with it; {afresh}"
+            )
+        if msgspec.structs.replace(info, leader=me.info.leader) != me.info:
+            raise CacheGoneError(
+                f"the cache here is of {me.info.engine_id!r} tp {me.info.tp_rank}/"
+                f"{me.info.tp_size} pp {me.info.pp_rank}/{me.info.pp_size}, model "
+                f"{me.info.model.name!r}, and this worker says otherwise; {afresh}"
+            )
+        if me.index and info.leader != me.info.leader:
+            self.info, self.identity = info, replace(me, info=info)
+            self.changed()
 
     async def adopt(
         self,
@@ -188,7 +225,7 @@ class Rank:
         await self.peers.close()
         for mapped in self.memory:
             mapped.close()
-        self.memory = ()
+        self.memory, self.cache = (), None
 
     # ------------------------------------------------------------ for consumers' ranks
 

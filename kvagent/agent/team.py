@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kvagent.agent.identity import Identity
 from kvagent.core.compare import EngineShape, differences, merge_shapes
+from kvagent.core.layout import RankLayout
 from kvagent.core.specs import CacheSpec, FullAttentionSpec, MambaSpec
 from kvagent.core.topology import EngineTransferInfo
 from kvagent.wire.control import Control
@@ -141,6 +142,11 @@ class Team:
             if differing:
                 return f"its stage's ranks do not have the same layers: {', '.join(differing[:5])}"
         return ""
+
+    def layouts(self) -> list[RankLayout]:
+        """Of every rank that is there."""
+        me = [] if self._me is None else [self._me.layout]
+        return me + [member.card.layout for member in self._members.values()]
 
     def followers(self) -> list[Member]:
         return list(self._members.values())

@@ -57,9 +57,9 @@ class EmbeddedAgent:
 
     # ------------------------------------------------------------ worker
 
-    def join(self, info: WorkerInfo) -> None:
+    def join(self, info: WorkerInfo, *, keep_cache: bool = False) -> None:
         """See `WorkerClient.join`."""
-        self._worker.join(info)
+        self._worker.join(info, keep_cache=keep_cache)
 
     @property
     def endpoint(self) -> str:
@@ -115,6 +115,14 @@ class EmbeddedAgent:
     def drain(self, timeout: float = 30.0) -> tuple[str, ...]:
         """See `EngineClient.drain`."""
         return self._scheduler().drain(timeout)
+
+    def quiesce(self, timeout: float = 30.0) -> tuple[str, ...]:
+        """See `EngineClient.quiesce`."""
+        return self._scheduler().quiesce(timeout)
+
+    def resume(self) -> None:
+        """See `EngineClient.resume`."""
+        self._scheduler().resume()
 
     def drop_peer(self, engine_id: str) -> None:
         """See `EngineClient.drop_peer`."""

@@ -34,9 +34,12 @@ from kvagent.wire.messages import (
     Fetch,
     Local,
     Offer,
+    Quiesce,
+    Quiesced,
     Ready,
     ReleaseTicket,
     Report,
+    Resume,
     Waiting,
 )
 
@@ -63,6 +66,7 @@ class EngineClient:
         self._ready: Ready | None = None
         self._waiting = "the sidecar has not answered yet"
         self._drained: Drained | None = None
+        self._quiesced: Quiesced | None = None
         self._failure: KVAgentError | None = None
         self._lost = False
         self._broken: AgentError | None = None
@@ -204,6 +208,27 @@ class EngineClient:
                 if not self._changed.wait(until - time.monotonic()):
                     raise AgentError(f"the sidecar did not finish draining in {timeout:g} s")
             return self._drained.left
+
+    def quiesce(self, timeout: float = 30.0) -> tuple[str, ...]:
+        """Until `resume()` no transfer starts: fetches that have not begun wait (their deadline
+        runs), and other engines' first claims are refused (`quiesced`). Returns when none is under
+        way either, or after `timeout` seconds the requests that still are: empty means that
+        nothing reads or writes this engine's cache.
+        """
+        with self._changed:
+            self._quiesced = None
+        self._send(Quiesce(timeout=timeout))
+        until = time.monotonic() + timeout + 10.0
+        with self._changed:
+            while self._quiesced is None:
+                self._check()
+                if not self._changed.wait(until - time.monotonic()):
+                    raise AgentError(f"the sidecar did not answer in {timeout:g} s")
+            return self._quiesced.left
+
+    def resume(self) -> None:
+        """Ends `quiesce`; what waited starts."""
+        self._send(Resume())
 
     def drop_peer(self, engine_id: str) -> None:
         """That engine is gone: fail what waits for it now instead of at the deadline."""
@@ -357,6 +382,8 @@ class EngineClient:
                         self._waiting = message.reason
                     case Drained():
                         self._drained = message
+                    case Quiesced():
+                        self._quiesced = message
                     case Failed():
                         self._failure = error_of(message)
                         log.error("the sidecar refused: %s", message.message)

@@ -40,10 +40,16 @@ class WorkerClient:
         self._endpoint = ""
         self._memory: MappedMemory | None = None
 
-    def join(self, info: WorkerInfo) -> None:
-        """Says who this worker is; the first call. It starts afresh: a cache that a worker before
-        this one left in the sidecar is given up, and peers that read from it are told."""
-        answer = self._channel.call(Join(info=info), timeout=SLOW)
+    def join(self, info: WorkerInfo, *, keep_cache: bool = False) -> None:
+        """Says who this worker is; the first call.
+
+        It starts afresh: a cache that a worker before this one left in the sidecar is given up,
+        and peers that read from it are told. With `keep_cache` it re-attaches instead: the cache,
+        its bytes and the transfers under way stay as they are, and `allocate_kv_caches` with the
+        same specs maps them again. Only the rank that left it can have it back, and only memory
+        that the sidecar owns: otherwise `CacheGoneError`, and a new client joins afresh.
+        """
+        answer = self._channel.call(Join(info=info, keep_cache=keep_cache), timeout=SLOW)
         if not isinstance(answer, JoinAccepted):
             raise AgentError(f"unexpected answer to join: {type(answer).__name__}")
         self._info = info
@@ -59,8 +65,10 @@ class WorkerClient:
     def allocate_kv_caches(
         self, specs: Mapping[str, CacheSpec], num_blocks: int
     ) -> dict[str, torch.Tensor]:
-        """Cache memory owned by the sidecar, mapped here, zeroed: one tensor per layer (and per
-        named part, see `tensor_name`), of the shape that the spec's axes say."""
+        """Cache memory owned by the sidecar, mapped here: one tensor per layer (and per named
+        part, see `tensor_name`), of the shape that the spec's axes say. Zeroed, or as it was left
+        after `join(keep_cache=True)`; `GeometryError` when specs or blocks are not the old ones.
+        """
         info = self._joined()
         answer = self._channel.call(
             Allocate(specs=dict(specs), num_blocks=num_blocks), timeout=SLOW

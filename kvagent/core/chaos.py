@@ -26,7 +26,7 @@ class Fault(str, Enum):
     DROP = "drop"
     DUPLICATE = "duplicate"
     DELAY = "delay"
-    REORDER = "reorder"  # held until the next one on the same socket has passed it
+    REORDER = "reorder"  # held until the next one to the same peer has passed it
 
 
 class FaultAt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,8 +59,12 @@ class ChaosConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def validate(self, known: Collection[str]) -> None:
         """`known` are the kinds there are. Raises `ConfigError`."""
-        if self.drop + self.duplicate + self.delay + self.reorder > 1:
+        # Shares as people write them (0.05 + 0.55 + 0.3 + 0.1) need not add up to 1 exactly.
+        if self.drop + self.duplicate + self.delay + self.reorder > 1 + 1e-9:
             raise ConfigError("chaos: drop, duplicate, delay and reorder add up to more than 1")
+        twice = [n for n, count in Counter(e.message for e in self.at).items() if count > 1]
+        if twice:
+            raise ConfigError(f"chaos.at: message {twice[0]} is there twice; it has one fault")
         for kind in self.kinds:
             if kind not in known:
                 raise ConfigError(f"chaos.kinds: no message {kind!r}; there are {sorted(known)}")
@@ -72,6 +76,7 @@ class ChaosPlan:
     def __init__(self, config: ChaosConfig) -> None:
         self._config = config
         self._random = random.Random(config.seed)
+        self._delays = random.Random(config.seed)  # of its own: `at` must not shift the rest
         self._at = {entry.message: entry.fault for entry in config.at}
         self.messages = 0
         """Messages that were looked at."""
@@ -83,7 +88,7 @@ class ChaosPlan:
         if config.kinds and kind not in config.kinds:
             return None
         self.messages += 1
-        left = self._random.random()  # drawn always: `at` must not shift the rest
+        left = self._random.random()  # drawn always, for the same reason
         fault = self._at.get(self.messages)
         for choice, share in (
             (Fault.DROP, config.drop),
@@ -100,7 +105,7 @@ class ChaosPlan:
 
     def delay(self) -> float:
         """Seconds for a message that is to be delayed."""
-        return self._random.uniform(0, self._config.delay_seconds)
+        return self._delays.uniform(0, self._config.delay_seconds)
 
     @property
     def longest(self) -> float:

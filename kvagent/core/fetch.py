@@ -19,9 +19,14 @@ nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvagent.core.ledger import BlockState, Holding, Ledger
 
 __all__ = ["Action", "Event", "Fetch", "FetchState", "FetchTable"]
 
@@ -72,14 +77,15 @@ class Fetch:
     peer: str
     started: float
     deadline: float
-    num_blocks: int = 0
     state: FetchState = FetchState.CONNECTING
     claim_held: bool = False
     ranks_done: bool = False
     cause: str = ""
     reading_since: float = 0.0
     validating_since: float = 0.0
-    fenced: bool = field(default=False)
+    fenced: bool = False
+    holding: Holding | None = None
+    """The blocks that it writes."""
 
     @property
     def terminal(self) -> bool:
@@ -178,10 +184,21 @@ _TABLE: dict[tuple[FetchState, Event], Callable[[Fetch, float, str], list[Action
 }
 
 
+_HELD = {
+    _S.CONNECTING: BlockState.RESERVED,
+    _S.READING: BlockState.IN_FLIGHT,
+    _S.VALIDATING: BlockState.IN_FLIGHT,
+    _S.DRAINING: BlockState.QUARANTINED,
+    _S.DONE: BlockState.FREE,
+    _S.FAILED: BlockState.FREE,
+}
+
+
 class FetchTable:
     """All fetches that are not yet terminal. Not thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        self._ledger = ledger or Ledger()
         self._fetches: dict[str, Fetch] = {}
         self._by_request: dict[str, str] = {}
         self.ended: Counter[str] = Counter()
@@ -199,6 +216,18 @@ class FetchTable:
         self._fetches[fetch.fetch_id] = fetch
         self._by_request[fetch.request_id] = fetch.fetch_id
         return True
+
+    def reserve(self, fetch: Fetch, written: Mapping[int, npt.NDArray[np.int32]]) -> None:
+        """The blocks, by group, that the fetch will write. Raises `BlockInUseError`."""
+        assert fetch.state is FetchState.CONNECTING
+        fetch.holding = self._ledger.reserve(written)
+
+    def feed(self, fetch: Fetch, event: Event, now: float, cause: str = "") -> list[Action]:
+        """See `Fetch.on`; keeps the ledger too."""
+        actions = fetch.on(event, now, cause)
+        if fetch.holding is not None:
+            fetch.holding.move(_HELD[fetch.state])
+        return actions
 
     def get(self, fetch_id: str) -> Fetch | None:
         return self._fetches.get(fetch_id)
@@ -219,12 +248,4 @@ class FetchTable:
 
     def counts(self) -> dict[str, int]:
         states = Counter(fetch.state.value for fetch in self._fetches.values())
-        return {
-            state.value: states[state.value] for state in FetchState if state not in TERMINAL
-        } | {
-            "quarantined_blocks": sum(
-                fetch.num_blocks
-                for fetch in self._fetches.values()
-                if fetch.state is FetchState.DRAINING
-            )
-        }
+        return {state.value: states[state.value] for state in FetchState if state not in TERMINAL}

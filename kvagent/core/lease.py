@@ -10,6 +10,7 @@ that time, every byte that was read before the question is right. That is the wh
        |                  |
        +------------------+--> expired | released | cancelled | revoked
 
+An offer of blocks that a fetch still writes is `refused` at once (see `kvagent.core.ledger`).
 An ended lease stays as a tombstone, so that a second delivery is answered as the first was, and a
 late one is told why. A claim that overtakes its offer (they travel on different sockets) is
 parked for a moment; the parking lot and the tombstones are bounded, so that no stranger can make
@@ -25,6 +26,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+
+from kvagent.core.ledger import BlockState, Holding, Ledger
+from kvagent.errors import BlockInUseError
+
 __all__ = ["LeaseState", "LeaseTable", "Verdict", "ticket_digest"]
 
 
@@ -36,6 +42,7 @@ class LeaseState(str, Enum):
     RELEASED = "released"
     CANCELLED = "cancelled"
     REVOKED = "revoked"
+    REFUSED = "refused"
 
 
 class Verdict(str, Enum):
@@ -50,6 +57,8 @@ class Verdict(str, Enum):
     EXPIRED = "expired"  # the lease ran out and the blocks went back
     CANCELLED = "cancelled"  # the producer's engine cancelled the request
     REVOKED = "revoked"  # the producer's memory is not what it was
+    REFUSED = "refused"  # the offer named blocks that were still being written
+    QUIESCED = "quiesced"  # the producer's engine starts no transfer for the moment
 
 
 _ENDED = {
@@ -58,6 +67,7 @@ _ENDED = {
     LeaseState.RELEASED: Verdict.RELEASED,
     LeaseState.CANCELLED: Verdict.CANCELLED,
     LeaseState.REVOKED: Verdict.REVOKED,
+    LeaseState.REFUSED: Verdict.REFUSED,
 }
 
 
@@ -77,11 +87,11 @@ class Lease:
     token: bytes
     request_id: str
     digest: bytes
-    num_blocks: int
     expires_at: float
     state: LeaseState = LeaseState.OFFERED
     holder: str = ""
     consumer: str = ""
+    holding: Holding | None = None
 
     @property
     def live(self) -> bool:
@@ -104,6 +114,7 @@ class LeaseTable:
         self,
         *,
         lease_seconds: float,
+        ledger: Ledger | None = None,
         park_seconds: float = 2.0,
         tombstone_seconds: float = 300.0,
         max_parked: int = 1024,
@@ -114,6 +125,9 @@ class LeaseTable:
         self.tombstone_seconds = tombstone_seconds
         self.max_parked = max_parked
         self.max_tombstones = max_tombstones
+        self.quiesced = False
+        """While it is, nothing is claimed that was not."""
+        self._ledger = ledger or Ledger()
         self._live: dict[str, Lease] = {}
         self._tombstones: OrderedDict[str, tuple[Lease, float]] = OrderedDict()
         self._parked: dict[str, ParkedClaim] = {}
@@ -135,23 +149,31 @@ class LeaseTable:
         request_id: str,
         blocks: Sequence[bytes],
         num_tokens: int,
-    ) -> tuple[str, Verdict] | None:
-        """A new lease. Returns `(fetch_id, verdict)` when a parked claim can now be answered.
+    ) -> None:
+        """A new lease; `answer_parked` comes next.
 
-        A second offer of the same transfer changes nothing.
+        A second offer of the same transfer changes nothing. Raises `BlockInUseError` when a block
+        is still being written; the lease has ended then.
         """
         if transfer_id in self._live or transfer_id in self._tombstones:
-            return None
+            return
         lease = Lease(
             transfer_id=transfer_id,
             token=token,
             request_id=request_id,
             digest=ticket_digest(blocks, num_tokens),
-            num_blocks=sum(len(group) // 4 for group in blocks),
             expires_at=now + self.lease_seconds,
         )
         self._live[transfer_id] = lease
         self._by_request.setdefault(request_id, set()).add(transfer_id)
+        try:
+            lease.holding = self._ledger.lend([np.frombuffer(group, "<i4") for group in blocks])
+        except BlockInUseError:
+            self._end(now, lease, LeaseState.REFUSED)
+            raise
+
+    def answer_parked(self, now: float, transfer_id: str) -> tuple[str, Verdict] | None:
+        """`(fetch_id, verdict)` when a claim waited for this offer."""
         parked = self._parked.pop(transfer_id, None)
         if parked is None:
             return None
@@ -197,7 +219,7 @@ class LeaseTable:
     ) -> Verdict | None:
         """Binds the lease to `fetch_id` of engine `consumer`.
 
-        None: parked, the answer comes from `offer` or `sweep`.
+        None: parked, the answer comes from `answer_parked` or `sweep`.
         """
         lease = self._find(now, transfer_id)
         if lease is None:
@@ -215,8 +237,12 @@ class LeaseTable:
             return Verdict.USED
         if lease.digest != digest:
             return Verdict.MISMATCH
+        if self.quiesced and not lease.holder:
+            return Verdict.QUIESCED
         lease.holder, lease.consumer = fetch_id, consumer
         lease.state = LeaseState.CLAIMED
+        if lease.holding is not None:
+            lease.holding.move(BlockState.CLAIMED)
         lease.expires_at = now + self.lease_seconds
         return Verdict.HELD
 
@@ -288,7 +314,6 @@ class LeaseTable:
         return {
             "offered": states["offered"],
             "claimed": states["claimed"],
-            "blocks": sum(lease.num_blocks for lease in self._live.values()),
             "parked": len(self._parked),
             "tombstones": len(self._tombstones),
         }
@@ -309,6 +334,9 @@ class LeaseTable:
 
     def _end(self, now: float, lease: Lease, state: LeaseState) -> None:
         lease.state = state
+        if lease.holding is not None:
+            lease.holding.move(BlockState.FREE)
+            lease.holding = None
         self.ended[state.value] += 1
         del self._live[lease.transfer_id]
         self._tombstones[lease.transfer_id] = (lease, now + self.tombstone_seconds)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import defaultdict
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -26,21 +25,24 @@ MAX_SOCKETS = 16384
 HEARTBEAT_MS = 2000
 HEARTBEAT_TIMEOUT_MS = 6000
 
+Way = tuple[zmq.asyncio.Socket, tuple[bytes, ...]]
+"""A socket and, if it is a ROUTER, the peer's identity: what goes the same way keeps its order."""
+
 
 class Control:
     """One per agent; `close` after every socket."""
 
     def __init__(self, chaos: ChaosConfig | None = None) -> None:
-        """Raises `ConfigError` for a drill that names unknown messages."""
-        self._context = zmq.asyncio.Context()
-        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        """Raises `ConfigError` for a drill that contradicts itself or names unknown messages."""
         self.chaos: ChaosPlan | None = None
         if chaos is not None and chaos.active:
             chaos.validate(KINDS)
             self.chaos = ChaosPlan(chaos)
             log.warning("chaos is on: control messages go wrong on purpose, seed %d", chaos.seed)
-        self._held: dict[zmq.asyncio.Socket, list[asyncio.Event]] = defaultdict(list)
-        """Messages that wait for the next one on their socket."""
+        self._context = zmq.asyncio.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        self._held: dict[Way, list[asyncio.Event]] = {}
+        """Messages that wait for the next one on their way."""
         self._late: set[asyncio.Task[None]] = set()
 
     def socket(self, kind: int) -> zmq.asyncio.Socket:
@@ -64,33 +66,33 @@ class Control:
         fault = self.chaos.next(kind)
         if fault is not None:
             log.info("%s: %s, message %d", fault.value, kind, self.chaos.messages)
-        waiting = self._held.pop(socket, [])
+        way: Way = (socket, tuple(frames[:-2]))
         if fault is Fault.DELAY:
-            self._keep(self._send_late(socket, frames, None, self.chaos.delay()))
+            self._keep(self._send_late(way, frames, asyncio.Event(), self.chaos.delay()))
         elif fault is Fault.REORDER:
-            event = asyncio.Event()
-            self._held[socket].append(event)
-            self._keep(self._send_late(socket, frames, event, self.chaos.longest))
+            passed = asyncio.Event()
+            self._held.setdefault(way, []).append(passed)
+            self._keep(self._send_late(way, frames, passed, self.chaos.longest))
         elif fault is not Fault.DROP:
             await socket.send_multipart(frames)
+            for passed in self._held.pop(way, ()):
+                passed.set()
             if fault is Fault.DUPLICATE:
                 await socket.send_multipart(frames)
-        for event in waiting:
-            event.set()
 
     async def _send_late(
-        self,
-        socket: zmq.asyncio.Socket,
-        frames: Sequence[bytes],
-        event: asyncio.Event | None,
-        longest: float,
+        self, way: Way, frames: Sequence[bytes], passed: asyncio.Event, longest: float
     ) -> None:
-        wait = event.wait() if event is not None else asyncio.sleep(longest + 1)
+        """Sends when `passed` is set, or after `longest` seconds."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(wait, longest)
+            await asyncio.wait_for(passed.wait(), longest)
+        if passed in self._held.get(way, ()):
+            self._held[way].remove(passed)
+            if not self._held[way]:
+                del self._held[way]
         # The socket may be closed by now, or its peer gone: then it is lost.
         with contextlib.suppress(zmq.ZMQError, asyncio.TimeoutError):
-            await asyncio.wait_for(socket.send_multipart(frames), longest + 1)
+            await asyncio.wait_for(way[0].send_multipart(frames), longest + 1)
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

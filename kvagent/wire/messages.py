@@ -20,6 +20,7 @@ from kvagent.core.specs import CacheSpec, WorkerInfo
 from kvagent.core.stats import ReadStats
 from kvagent.core.topology import EngineTransferInfo
 from kvagent.fabric.base import PeerMetadata
+from kvagent.fabric.place import Place
 from kvagent.wire.codec import Codec
 
 PROTOCOL = 1
@@ -49,9 +50,11 @@ class Message(
 
 
 class Join(Message, frozen=True, tag="join"):
-    """A worker process says who it is, and starts afresh."""
+    """A worker process says who it is. `keep_cache`: it goes on with the cache that its
+    predecessor left here; otherwise it starts afresh."""
 
     info: WorkerInfo
+    keep_cache: bool = False
 
 
 class JoinAccepted(Message, frozen=True, tag="join_accepted"):
@@ -169,6 +172,22 @@ class Drained(Message, frozen=True, tag="drained"):
     left: tuple[str, ...] = ()
 
 
+class Quiesce(Message, frozen=True, tag="quiesce"):
+    """Start no transfer until `Resume`; answered by `Quiesced` when none is under way."""
+
+    timeout: float
+
+
+class Quiesced(Message, frozen=True, tag="quiesced"):
+    """`left`: requests that were still being read or written when the time ran out."""
+
+    left: tuple[str, ...] = ()
+
+
+class Resume(Message, frozen=True, tag="resume"):
+    pass
+
+
 class DropPeer(Message, frozen=True, tag="drop_peer"):
     engine_id: str
 
@@ -209,6 +228,9 @@ Local = (
     | Cancel
     | Drain
     | Drained
+    | Quiesce
+    | Quiesced
+    | Resume
     | DropPeer
     | Report
     | Ack
@@ -250,6 +272,23 @@ class JoinLeader(Message, frozen=True, tag="join_leader"):
 
 class Welcomed(Message, frozen=True, tag="welcomed"):
     leader: Id
+
+
+class Who(Message, frozen=True, tag="who"):
+    """Anyone -> sidecar: who is there? It opens nothing, and `kvagent doctor` starts with it.
+    -> `Presence`."""
+
+
+class Presence(Message, frozen=True, tag="presence"):
+    """`shape` is what a `Hello` to this engine must agree with; it is there when one would be
+    answered, and otherwise `not_ready` says why not. `rank` is the place in the engine."""
+
+    version: Id
+    place: Place
+    engine_id: Id = ""
+    rank: int = 0
+    shape: EngineShape | None = None
+    not_ready: Words = ""
 
 
 class Hello(Message, frozen=True, tag="hello"):
@@ -400,6 +439,8 @@ class Ok(Message, frozen=True, tag="ok"):
 Peer = (
     JoinLeader
     | Welcomed
+    | Who
+    | Presence
     | Hello
     | Welcome
     | Meet

@@ -19,7 +19,8 @@ def table() -> LeaseTable:
 
 
 def offer(table: LeaseTable, now: float = 0.0, transfer: str = "t", request: str = "r") -> object:
-    return table.offer(now, transfer, TOKEN, request, BLOCKS, 8)
+    table.offer(now, transfer, TOKEN, request, BLOCKS, 8)
+    return table.answer_parked(now, transfer)
 
 
 def claim(table: LeaseTable, now: float, fetch: str = "f", transfer: str = "t") -> Verdict | None:

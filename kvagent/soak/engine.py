@@ -1,0 +1,344 @@
+"""The processes of one engine of the soak, each to be killed at any moment.
+
+A worker does what every engine's worker does: it joins its sidecar and registers its rank's cache.
+A scheduler owns the blocks, and does as told: offers, fetches, cancels. What it is told of a
+request comes through `step()` only, and it gives blocks away and overwrites them as soon as that
+allows. All of them map the same caches, which outlive them.
+
+When its sidecar is gone, a scheduler opens a new `EngineClient` by itself, as often as it takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+from kvagent import EngineClient, KVConnectorOutput, WorkerClient, WorkerInfo
+from kvagent.errors import AgentError, AgentLostError, KVAgentError, TicketError
+from kvagent.soak.messages import (
+    Cancel,
+    Check,
+    Checked,
+    Command,
+    DropPeer,
+    Event,
+    Fetch,
+    Join,
+    Offer,
+    Offered,
+    Pipe,
+    Received,
+    Refused,
+    Release,
+    Sent,
+    Up,
+    Wrong,
+)
+from kvagent.soak.pool import Pool
+from kvagent.soak.shapes import LAYER_NAMES, MODEL, RankMemory, Shape
+
+START_SECONDS = 60.0
+POLL_SECONDS = 0.003
+PROBE_SECONDS = 0.5
+AGAIN_SECONDS = 0.1
+
+
+def run_worker(
+    connection: Connection, log: str, shape: Shape, rank: int, path: str, socket: str, leader: str
+) -> None:
+    """Joins, and joins again whenever it is told that its sidecar is another one."""
+    _log_to(log)
+    pipe: Pipe[Join] = Pipe(connection, Join)
+    memory = RankMemory(shape, path)
+    info = WorkerInfo(
+        engine_id=shape.name,
+        tp_rank=rank,
+        tp_size=shape.tp,
+        leader=leader if rank else None,
+        model=MODEL,
+    )
+    client: WorkerClient | None = None
+    while True:
+        refusals: list[str] = []
+        while True:
+            if client is not None:
+                client.close()
+            try:
+                client = WorkerClient(socket, timeout=START_SECONDS)
+                client.join(info)
+                client.register_kv_caches(
+                    memory.tensors, dict.fromkeys(LAYER_NAMES, shape.spec())
+                )
+                break
+            except KVAgentError as error:
+                refusals.append(str(error))
+                time.sleep(AGAIN_SECONDS)
+        try:
+            pipe.send(Up(refusals))
+            pipe.receive()
+        except (EOFError, OSError):
+            return
+
+
+@dataclass(slots=True)
+class _Lent:
+    """Blocks of an offer: those of a shared prefix are held by `prefix`."""
+
+    blocks: list[int]
+    prefix: int = 0
+
+
+@dataclass(slots=True)
+class _Prefix:
+    blocks: list[int]
+    users: int = 0
+
+
+@dataclass(slots=True)
+class _Scheduler:
+    pipe: Pipe[Command]
+    shape: Shape
+    pool: Pool
+    socket: str
+    client: EngineClient | None = None
+    ready: bool = False
+    refusals: list[str] = field(default_factory=list)
+    again_at: float = 0.0
+    lent: dict[str, _Lent] = field(default_factory=dict)
+    borrowed: dict[str, tuple[list[int], Fetch]] = field(default_factory=dict)
+    prefixes: dict[int, _Prefix] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+    """Requests of one report each that have had it."""
+
+    def run(self) -> None:
+        while True:
+            self._attach()
+            self.pipe.waits(POLL_SECONDS)
+            while self.pipe.waits():
+                self._obey(self.pipe.receive())
+            if self.client is not None:
+                self._take(self.client.step())
+
+    # ------------------------------------------------------------ the sidecar
+
+    def _attach(self) -> None:
+        if time.monotonic() < self.again_at:
+            return
+        if self.ready:
+            self.again_at = time.monotonic() + PROBE_SECONDS
+            self._probe()
+            return
+        try:
+            if self.client is None:
+                self.client = EngineClient(self.socket, timeout=0.01)
+            self.client.wait_ready(0.05)
+        except AgentError as error:
+            if not str(error).startswith("not ready after"):
+                # Refused, or gone. With it went what it was told to do: all of it is reported.
+                self.refusals.append(str(error))
+                if self.client is not None:
+                    self._lost()
+            self.again_at = time.monotonic() + AGAIN_SECONDS
+            return
+        self.ready = True
+        self._say(Up(self.refusals))
+        self.refusals = []
+
+    def _probe(self) -> None:
+        """Notices a lost sidecar while there is nothing to do. No call of the client says that
+        it is lost but one that would start something: this one is refused either way."""
+        assert self.client is not None
+        try:
+            self.client.fetch("probe", {}, [])
+        except TicketError:
+            pass
+        except AgentLostError:
+            self._lost()
+
+    def _lost(self) -> None:
+        """Takes everything that the client has to report before it is given up."""
+        assert self.client is not None
+        until = time.monotonic() + 10.0
+        while (self.lent or self.borrowed) and time.monotonic() < until:
+            self._take(self.client.step())
+            time.sleep(POLL_SECONDS)
+        for request in [*self.lent, *self.borrowed]:
+            self._say(Wrong(f"{request} was not reported when the sidecar was lost"))
+        self.client.close()
+        self.client, self.ready = None, False
+
+    # ------------------------------------------------------------ commands
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, Check):
+            written = self.pool.written_free()
+            if written:
+                self._say(Wrong("free blocks were written to", written))
+            self._say(Checked(len(self.lent) + len(self.borrowed)))
+            return
+        request = command.request if isinstance(command, Offer | Fetch) else ""
+        if self.client is None or not self.ready:
+            if request:
+                self._say(Refused(request, "no sidecar"))
+            return
+        try:
+            match command:
+                case Offer():
+                    self._offer(self.client, command)
+                case Fetch():
+                    self._fetch(self.client, command)
+                case Cancel():
+                    self.client.cancel(command.request)
+                case Release():
+                    self.client.release(command.ticket)
+                case DropPeer():
+                    self.client.drop_peer(command.engine_id)
+        except KVAgentError as error:
+            if request:
+                self._say(Refused(request, f"{type(error).__name__}: {error}"))
+            if isinstance(error, AgentLostError):
+                self._lost()
+
+    def _offer(self, client: EngineClient, command: Offer) -> None:
+        spans, prefix = command.spans, 0
+        shared = spans[0][1] if len(spans) > 1 else 0
+        if shared and not self._share(spans[0]):
+            return self._say(Refused(command.request, "no free blocks"))
+        if shared:
+            prefix = spans[0][0]
+        tokens = spans[-1][1]
+        own = self._get(-(-(tokens - shared) // self.shape.block_size))
+        if not own:
+            self._unshare(prefix)
+            return self._say(Refused(command.request, "no free blocks"))
+        self.pool.fill(own, spans, shared)
+        blocks = [*(self.prefixes[prefix].blocks if prefix else []), *own]
+        tickets = []
+        try:
+            for _ in range(command.copies):
+                tickets.append(client.offer(command.request, blocks, tokens))  # noqa: PERF401
+        except KVAgentError:
+            if not tickets:
+                self.pool.give(own)
+                self._unshare(prefix)
+                raise
+        self.lent[command.request] = _Lent(own, prefix)
+        return self._say(Offered(command.request, tickets))
+
+    def _fetch(self, client: EngineClient, command: Fetch) -> None:
+        tokens = command.spans[-1][1]
+        blocks = self._get(-(-tokens // self.shape.block_size) + command.spare_blocks)
+        if not blocks:
+            return self._say(Refused(command.request, "no free blocks"))
+        try:
+            client.fetch(command.request, command.ticket, blocks, command.start_token)
+        except KVAgentError:
+            self.pool.give(blocks)
+            raise
+        self.borrowed[command.request] = (blocks, command)
+        return None
+
+    # ------------------------------------------------------------ reports
+
+    def _take(self, out: KVConnectorOutput) -> None:
+        for request in out.finished_sending or ():
+            lent = self.lent.pop(request, None)
+            if lent is not None:
+                self.pool.give(lent.blocks)
+                self._unshare(lent.prefix)
+                self.ended.add(request)
+                self._say(Sent(request))
+            elif request in self.ended:
+                self._say(Wrong(f"the offer of {request} ended twice"))
+        for request in out.finished_recving or ():
+            if request in self.borrowed:
+                self._received(request, out.failed_recving.get(request))
+            elif request in self.ended:
+                self._say(Wrong(f"the fetch of {request} ended twice"))
+
+    def _received(self, request: str, reason: str | None) -> None:
+        blocks, fetch = self.borrowed.pop(request)
+        spans = fetch.spans if reason is None else None
+        wrong, compared = self.pool.wrong(blocks, spans, fetch.start_token, fetch.spans[-1][1])
+        if wrong:
+            what = "good" if reason is None else "failed"
+            self._say(Wrong(f"the {what} fetch of {request} left wrong bytes", wrong))
+        self.pool.give(blocks)
+        self.ended.add(request)
+        self._say(Received(request, reason, compared))
+
+    # ------------------------------------------------------------ blocks
+
+    def _get(self, number: int) -> list[int]:
+        blocks, written = self.pool.take(number)
+        if written:
+            self._say(Wrong(f"blocks {sorted(blocks)} were written while free", written))
+        return blocks
+
+    def _share(self, span: tuple[int, int]) -> bool:
+        seed, tokens = span
+        if seed not in self.prefixes:
+            blocks = self._get(tokens // self.shape.block_size)
+            if not blocks:
+                return False
+            self.pool.fill(blocks, [span], 0)
+            self.prefixes[seed] = _Prefix(blocks)
+        self.prefixes[seed].users += 1
+        return True
+
+    def _unshare(self, seed: int) -> None:
+        if not seed:
+            return
+        prefix = self.prefixes[seed]
+        prefix.users -= 1
+        if not prefix.users:
+            self.pool.give(self.prefixes.pop(seed).blocks)
+
+    def _say(self, event: Event) -> None:
+        self.pipe.send(event)
+
+
+def run_scheduler(
+    connection: Connection, log: str, shape: Shape, paths: Sequence[str], socket: str, seed: int
+) -> None:
+    """Obeys until the pipe ends."""
+    _log_to(log)
+    ranks = [RankMemory(shape, path) for path in paths]
+    refusals: list[str] = []
+    # Another scheduler's fetches may still write, until `wait_ready` returns.
+    client = _first_client(socket, refusals)
+    pool = Pool(shape, ranks, seed)
+    scheduler = _Scheduler(Pipe(connection, Command), shape, pool, socket, client)
+    scheduler.refusals = refusals
+    try:
+        scheduler.run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+def _first_client(socket: str, refusals: list[str]) -> EngineClient:
+    while True:
+        client = None
+        try:
+            client = EngineClient(socket, timeout=START_SECONDS)
+            client.wait_ready(START_SECONDS)
+            return client
+        except AgentError as error:
+            refusals.append(str(error))
+            if client is not None:
+                client.close()
+            time.sleep(AGAIN_SECONDS)
+
+
+def _log_to(path: str) -> None:
+    """A process that ends by itself leaves its trace there."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(fd, number)
+    os.close(fd)
+    logging.basicConfig(stream=sys.stderr, level="INFO")

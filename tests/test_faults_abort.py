@@ -1,0 +1,98 @@
+"""A fetch that is cancelled in the middle: its blocks are the engine's when `step()` says so, and
+not before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults import (
+    BIG,
+    EMPTY,
+    MINE,
+    SMALL,
+    TRANSPORTS,
+    Landing,
+    Watched,
+    engine,
+    offer,
+    watched,
+)
+from tests.harness import Engine, random_fill
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def sidecars(
+    transport: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Watched]]:
+    folder = tmp_path_factory.mktemp(transport)
+    yield from watched(folder, ["prefill", "decode"], transport, lease_seconds=600)
+
+
+@pytest.fixture(scope="module")
+def engines(sidecars: list[Watched]) -> Iterator[tuple[Engine, Engine]]:
+    prefill, decode = sidecars
+    with (
+        engine([prefill], "prefill", BIG, random_fill(1)) as producer,
+        engine([decode], "decode", BIG + SMALL) as consumer,
+    ):
+        yield producer, consumer
+
+
+def test_abort_in_the_middle(sidecars: list[Watched], engines: tuple[Engine, Engine]) -> None:
+    producer, consumer = engines
+    aborted = Landing(consumer, range(BIG))
+    for turn, share in enumerate((0.01, 0.3, 0.6)):
+        name = f"aborted-{turn}"
+        aborted.write(EMPTY)
+        consumer.client.fetch(name, offer(producer, name, range(BIG)), list(range(BIG)))
+        aborted.until(share)
+        consumer.client.cancel(name)
+        reason = consumer.received(name)
+        aborted.write(MINE)
+        assert reason is not None, "it was good before the cancel arrived"
+        assert reason.startswith("cancelled")
+        producer.sent(name)
+
+        # What is late from this producer comes before the next transfer over the same connection.
+        other = Landing(consumer, range(BIG, BIG + SMALL))
+        name = f"good-{turn}"
+        consumer.client.fetch(name, offer(producer, name, range(SMALL)), list(other.blocks))
+        assert consumer.received(name) is None
+        assert other.equals(producer, range(SMALL))
+        assert aborted.keeps(MINE)
+        for sidecar in sidecars:
+            sidecar.until_idle()
+    assert aborted.keeps(MINE, seconds=0.5)
+
+
+@pytest.mark.parametrize("transport", ["tcp"], indirect=True)
+def test_abort_while_the_producer_sleeps(
+    sidecars: list[Watched], engines: tuple[Engine, Engine]
+) -> None:
+    """What was asked for before the abort arrives long after it, and nothing is reported till
+    then."""
+    (prefill, decode), (producer, consumer) = sidecars, engines
+    aborted = Landing(consumer, range(BIG))
+    consumer.client.fetch("aborted", offer(producer, "aborted", range(BIG)), list(range(BIG)))
+    aborted.until(0.1)
+    prefill.stop()
+    consumer.client.cancel("aborted")
+    status = decode.until(lambda status: status["fetches"]["draining"])
+    assert status["fetches"]["quarantined_blocks"] == BIG
+    assert consumer.client.step().is_empty()
+    prefill.resume()
+    reason = consumer.received("aborted")
+    aborted.write(MINE)
+    assert reason is not None
+    assert reason.startswith("cancelled")
+    producer.sent("aborted")
+    assert aborted.keeps(MINE, seconds=0.5)
+    for sidecar in sidecars:
+        sidecar.until_idle()
