@@ -2,8 +2,9 @@
 watch: the consumer's memory itself, and /status.
 
 `python -m tests.faults SOCKET ENGINE_ID NUM_BLOCKS` is a consumer's engine in a process of its own,
-so that tests can kill it: it fetches the ticket that it reads from stdin (a line of JSON) and says
-`reading` when a part of it is there.
+so that tests can kill it. It says "ready", fetches the ticket that it reads from stdin (a line of
+JSON), says "reading" when a part of it is there, and at the end the reason why it failed, or "None".
+`tests.producer` is its counterpart.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,32 +24,25 @@ from typing import Any
 import httpx
 import torch
 
-from kvagent import FullAttentionSpec
 from tests.harness import Engine, Sidecar
+from tests.producer import BLOCK_BYTES, BLOCK_SIZE, HEADS, LAYERS, SPEC
 
-HEADS, BLOCK_SIZE, LAYERS = 4, 16, 4
-SPEC = FullAttentionSpec(
-    block_size=BLOCK_SIZE,
-    num_kv_heads=HEADS,
-    head_size=64,
-    dtype="float32",
-    axes=("kv", "block", "head", "token", "channel"),
-)
-BLOCK_BYTES = LAYERS * 2 * HEADS * BLOCK_SIZE * 64 * 4
 BIG = (256 << 20) // BLOCK_BYTES
 """Blocks of a transfer that takes a while."""
 SMALL = 16
 EMPTY, MINE = 0.0, 5.0
-"""What is in a consumer's blocks before a fetch, and what is written into them after it."""
+"""What is in a consumer's blocks before a fetch, and what its engine writes there afterwards."""
+GONE = ("peer_gone", "transport")
+"""The causes of a fetch whose producer's sidecar died."""
 TRANSPORTS: Mapping[str, Mapping[str, str]] = {"tcp": {"UCX_TLS": "tcp"}, "shm": {}}
-"""The environment of a sidecar that reads over them."""
+"""The environment of sidecars that read over them."""
 
 _ports = count(20_000 + os.getpid() * 16 % 12_000)
-"""Below those that the system gives away, so that none is taken between our look and the bind."""
+"""Below those that the system hands out, so that none goes between our look and the bind."""
 
 
 class Watched(Sidecar):
-    """A sidecar with HTTP. `settings` are those of its TOML file."""
+    """A sidecar with HTTP; `settings` go into its TOML file."""
 
     def __init__(self, folder: Path, name: str, transport: str, **settings: float) -> None:
         self.http = _free_address()
@@ -74,17 +69,17 @@ class Watched(Sidecar):
     def until_idle(self) -> None:
         """No lease, no fetch, no block in quarantine, no read."""
         self.until(
-            lambda status: not (
-                status["leases"]["blocks"] or any(status["fetches"].values())
+            lambda status: (
+                not status["leases"]["blocks"]
+                and not any(status["fetches"].values())
+                and not status["parts_reading"]
             )
-            and not status["parts_reading"]
         )
 
 
 def _free_address() -> str:
     for port in _ports:
         with socket.socket() as free:
-            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 free.bind(("127.0.0.1", port))
             except OSError:
@@ -93,11 +88,11 @@ def _free_address() -> str:
     raise AssertionError("no port is free")
 
 
+@contextmanager
 def watched(
     folder: Path, names: Sequence[str], transport: str, **settings: float
 ) -> Iterator[list[Watched]]:
-    """For fixtures: sidecars that are started together, and killed: how they end of themselves is
-    not what these tests are about."""
+    """Sidecars that are started together, and killed: how they end is not what is tested here."""
     made = [Watched(folder, name, transport, **settings) for name in names]
     try:
         for sidecar in made:
@@ -115,61 +110,66 @@ def engine(
     fill: Callable[[torch.Tensor], object] | None = None,
 ) -> Engine:
     """One rank for each sidecar."""
-    return Engine(
-        sidecars, engine_id, layers=LAYERS, num_blocks=num_blocks, spec=SPEC, fill=fill
-    )
+    return Engine(sidecars, engine_id, layers=LAYERS, num_blocks=num_blocks, spec=SPEC, fill=fill)
 
 
 def offer(producer: Engine, request_id: str, blocks: range) -> dict[str, Any]:
     return producer.client.offer(request_id, list(blocks), len(blocks) * BLOCK_SIZE)
 
 
+def cause(reason: str | None) -> str | None:
+    """The name in a failure's reason; None when the fetch was good."""
+    return reason and reason.split(":")[0]
+
+
 class Landing:
-    """Blocks of a consumer's cache, filled with `EMPTY` before a fetch writes into them."""
+    """Blocks of a consumer's cache, `EMPTY` before a fetch writes into them."""
 
     def __init__(self, consumer: Engine, blocks: range) -> None:
         self.consumer = consumer
         self.blocks = blocks
-        self._views = [
-            consumer.canonical(cache)[:, :, blocks.start : blocks.stop]
-            for caches in consumer.caches
-            for cache in caches.values()
+        self._heads = [
+            consumer.canonical(cache)[:, head, blocks.start : blocks.stop]
+            for layer in consumer.caches[0]
+            for rank in range(len(consumer.caches))
+            for cache in [consumer.caches[rank][layer]]
+            for head in range(HEADS // len(consumer.caches))
         ]
+        """Views (kv, block, token, channel): the global heads of the first layer, of the next..."""
         self.write(EMPTY)
 
     def write(self, value: float) -> None:
-        """What a request does that the blocks are handed to. At first a little everywhere, so that
-        a read that still writes into them is not overtaken."""
-        for view in self._views:
-            view[:, :, :, ::4].fill_(value)
-        for view in self._views:
+        """What the request does that the blocks are handed to. A little everywhere comes first, so
+        that a read that is still at work does not fall behind the writing."""
+        for view in self._heads:
+            view[:, :, ::4, :8].fill_(value)
+        for view in self._heads:
             view.fill_(value)
 
     def keeps(self, value: float, seconds: float = 0.0) -> bool:
-        """Whether `write(value)` is all that is there, now and for a while."""
+        """Whether `value` is all that is there, now and for a while."""
         end = time.monotonic() + seconds
-        while True:
-            if not all(bool((view == value).all()) for view in self._views):
-                return False
+        while all(bool((view == value).all()) for view in self._heads):
             if time.monotonic() >= end:
                 return True
             time.sleep(0.05)
+        return False
 
-    def share(self, rank: int = 0, of: int = 1) -> float:
-        """How much of it is no longer `EMPTY`, from samples; of the heads of the producer's `rank`
-        of `of`. Takes a fraction of a millisecond."""
-        there = total = 0
-        for view in self._views:
-            held = view.shape[1] // of
-            sample = view[:, rank * held : (rank + 1) * held, ::8, -1, -1]
-            there += int((sample != EMPTY).sum())
-            total += sample.numel()
-        return there / total
+    def share(self, source: int = 0, sources: int = 1) -> float:
+        """How much is no longer `EMPTY`, from samples, in a fraction of a millisecond; of the
+        heads that the producer's rank `source` has."""
+        held = HEADS // sources
+        of_source = [
+            view[:, ::8, -1, -1]
+            for head, view in enumerate(self._heads)
+            if head % HEADS // held == source
+        ]
+        return float((torch.stack(of_source) != EMPTY).float().mean())
 
-    def until(self, share: float, of: int = 1) -> None:
-        """Returns as soon as that much of every producer's rank's part is there."""
+    def until(self, share: float, sources: int = 1) -> None:
+        """Returns as soon as that much of what each source has is there."""
         end = time.monotonic() + 30
-        while min(self.share(rank, of) for rank in range(of)) < share:
+        while any(self.share(source, sources) < share for source in range(sources)):
             assert time.monotonic() < end, "the read does not begin"
 
     def equals(self, producer: Engine, blocks: range) -> bool:
@@ -185,13 +185,14 @@ class Landing:
 
 
 def main(path: str, engine_id: str, num_blocks: int) -> None:
-    consumer = engine([SimpleNamespace(socket=path)], engine_id, num_blocks)
-    landing = Landing(consumer, range(num_blocks))
-    print("ready", flush=True)
-    consumer.client.fetch("request", json.loads(sys.stdin.readline()), list(range(num_blocks)))
-    landing.until(0.05)
-    print("reading", flush=True)
-    print(consumer.received("request"), flush=True)
+    with engine([SimpleNamespace(socket=path)], engine_id, num_blocks) as consumer:
+        landing = Landing(consumer, range(num_blocks))
+        print("ready", flush=True)
+        ticket = json.loads(sys.stdin.readline())
+        consumer.client.fetch("request", ticket, list(landing.blocks))
+        landing.until(0.05)
+        print("reading", flush=True)
+        print(consumer.received("request"), flush=True)
 
 
 if __name__ == "__main__":

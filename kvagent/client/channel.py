@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import time
@@ -74,6 +75,12 @@ class Channel:
         if isinstance(answer, Failed):
             raise error_of(answer)
         return answer
+
+    def wait_closed(self, timeout: float | None) -> bool:
+        """Waits until the other end is closed; False after `timeout` seconds."""
+        hangup = select.poll()
+        hangup.register(self._socket, select.POLLRDHUP)
+        return bool(hangup.poll(None if timeout is None else timeout * 1000))
 
     def take_fd(self) -> int:
         """The oldest descriptor that came and was not taken; the caller owns it."""

@@ -8,7 +8,7 @@ talk to the agent over socket pairs.
 from __future__ import annotations
 
 import asyncio
-import socket
+import socket as sockets
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -34,12 +34,14 @@ class EmbeddedAgent:
     def __init__(
         self,
         *,
+        socket: str = "",
         bind: str = "127.0.0.1:0",
         make_fabric: FabricFactory = nixl_fabric,
         **settings: Any,
     ) -> None:
-        """`settings` are the fields of `Config`, but `socket`."""
-        self._config = load(None, {**settings, "socket": "", "bind": bind})
+        """`settings` are the fields of `Config`. With `socket`, the path of a unix socket, the
+        scheduler may be another process: an `EngineClient` of that path."""
+        self._config = load(None, {**settings, "socket": socket, "bind": bind})
         self._make_fabric = make_fabric
         self._started = threading.Event()
         self._failure: BaseException | None = None
@@ -144,8 +146,8 @@ class EmbeddedAgent:
             raise AgentError("not ready yet: call wait_ready() first")
         return self._engine
 
-    def _open(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
+    def _open(self) -> sockets.socket:
+        ours, theirs = sockets.socketpair()
         assert self._loop is not None
         assert self._agent is not None
         self._loop.call_soon_threadsafe(self._agent.adopt, theirs)

@@ -230,6 +230,14 @@ class EngineClient:
         """Ends `quiesce`; what waited starts."""
         self._send(Resume())
 
+    def wait_lost(self, timeout: float | None = None) -> bool:
+        """Returns True when the sidecar is gone, or has ended this connection: then `step()`
+        reports what was open, and new work needs a new client. False after `timeout` seconds.
+        For a thread beside the scheduler's.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: self._lost, timeout)
+
     def drop_peer(self, engine_id: str) -> None:
         """That engine is gone: fail what waits for it now instead of at the deadline."""
         self._send(DropPeer(engine_id=engine_id))

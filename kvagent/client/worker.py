@@ -128,6 +128,12 @@ class WorkerClient:
         if not isinstance(answer, Registered):
             raise AgentError(f"unexpected answer to register: {type(answer).__name__}")
 
+    def wait_lost(self, timeout: float | None = None) -> bool:
+        """Returns True when the sidecar is gone: then a new client has to join and register the
+        caches again. False after `timeout` seconds; None waits for ever. For a thread of its own.
+        """
+        return self._channel.wait_closed(timeout)
+
     def close(self) -> None:
         """Ends the connection. The cache stays in the sidecar until another worker joins."""
         self._channel.close()

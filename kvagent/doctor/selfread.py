@@ -10,7 +10,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 
 import msgspec
@@ -28,7 +27,8 @@ END_SECONDS = 20.0
 
 
 class SelfRead(msgspec.Struct, frozen=True, kw_only=True):
-    """`copy_seconds`: the same bytes by a plain copy. `pages`: what the memory is made of.
+    """`copy_seconds`: the same bytes by a plain copy, which no transport can beat. `pages`: what
+    the memory is made of.
     `absent`: why there is no such memory; `error`: why it could not be read."""
 
     kind: str
@@ -50,7 +50,7 @@ async def _serve(kind: str) -> None:
     await fabric.close()
 
 
-async def _read(kind: str) -> SelfRead:
+def _read(kind: str) -> SelfRead:
     sample = make_sample(kind, NBYTES)
     with subprocess.Popen(
         [sys.executable, "-m", "kvagent.doctor.selfread", kind, "serve"],
@@ -63,14 +63,14 @@ async def _read(kind: str) -> SelfRead:
         assert server.stdin is not None
         try:
             meta, far = _address_in(server.stdout)
-            reading = await _measure(sample, meta, far)
+            reading = asyncio.run(_measure(sample, meta, far))
         finally:
             server.stdin.close()
             server.wait(END_SECONDS)
     if not sample.is_filled():
         raise FabricError("the bytes that arrived are not those that were sent")
     return SelfRead(
-        kind=kind, reading=reading, copy_seconds=_copy_seconds(sample), pages=sample.pages
+        kind=kind, reading=reading, copy_seconds=sample.copy_seconds(), pages=sample.pages
     )
 
 
@@ -96,19 +96,9 @@ async def _measure(sample: Sample, meta: PeerMetadata, far: MemoryRange) -> Read
         await fabric.close()
 
 
-def _copy_seconds(sample: Sample) -> float:
-    """The best of some: the first ones wait for the kernel's pages."""
-    seconds = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        sample.copy()
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)
-
-
 def main(kind: str) -> SelfRead:
     try:
-        return asyncio.run(_read(kind))
+        return _read(kind)
     except NoMemory as error:
         return SelfRead(kind=kind, absent=str(error))
     except (KVAgentError, asyncio.TimeoutError) as error:

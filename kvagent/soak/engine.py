@@ -71,9 +71,7 @@ def run_worker(
             try:
                 client = WorkerClient(socket, timeout=START_SECONDS)
                 client.join(info)
-                client.register_kv_caches(
-                    memory.tensors, dict.fromkeys(LAYER_NAMES, shape.spec())
-                )
+                client.register_kv_caches(memory.tensors, dict.fromkeys(LAYER_NAMES, shape.spec()))
                 break
             except KVAgentError as error:
                 refusals.append(str(error))

@@ -13,6 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 from kvagent.soak.messages import (
@@ -79,9 +80,9 @@ class Traffic:
     producers: Sequence[Engine]
     consumers: Sequence[Engine]
     seed: int
-    most: int = 10
+    most: int = 12
     """Requests at once."""
-    rate: float = 25.0
+    rate: float = 40.0
     """Requests per second."""
     good: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By producer and consumer."""
@@ -94,8 +95,8 @@ class Traffic:
     compared: int = 0
     wrong: list[str] = field(default_factory=list)
     wrong_bytes: int = 0
-    listeners: list[Callable[[Half, float], None]] = field(default_factory=list)
-    """Called with every good fetch, and the time when its request began."""
+    listeners: list[Callable[[Half], None]] = field(default_factory=list)
+    """Called with every good fetch."""
     running: bool = True
 
     def __post_init__(self) -> None:
@@ -144,7 +145,7 @@ class Traffic:
         self._add(Half(producer, request, "offer", time.monotonic()))
         producer.say(Offer(request, spans, 2 if kind == "two copies" else 1))
         if kind in ("cancel offer", "cancel both"):
-            self._after(choose.expovariate(40), lambda: self._cancel(producer, request, "offer"))
+            self._after(choose.expovariate(40), partial(self._cancel, producer, request, "offer"))
         return request
 
     def _with_ticket(self, request: str, message: Offered) -> None:
@@ -159,15 +160,15 @@ class Traffic:
             if plan.kind == "late":
                 delay = lease + choose.uniform(-0.3, 1.0)
             if plan.kind == "release":
-                self._after(delay, lambda t=ticket: plan.consumer.say(Release(t)))
+                self._after(delay, partial(plan.consumer.say, Release(ticket)))
                 continue
             if plan.kind == "abandoned":
                 continue
-            self._after(delay, lambda c=consumer, n=name, t=ticket: self._fetch(c, n, plan, t))
+            self._after(delay, partial(self._fetch, consumer, name, plan, ticket))
             if plan.kind == "twice":
                 consumer, name = choose.choice(self.consumers), f"{request}.again"
                 delay = choose.expovariate(20)
-                self._after(delay, lambda c=consumer, n=name, t=ticket: self._fetch(c, n, plan, t))
+                self._after(delay, partial(self._fetch, consumer, name, plan, ticket))
 
     def _fetch(self, consumer: Engine, name: str, plan: Plan, ticket: dict[str, object]) -> None:
         transfer = str(ticket["kvagent"]["transfer_id"])  # type: ignore[index]
@@ -177,7 +178,7 @@ class Traffic:
         consumer.say(Fetch(name, ticket, plan.spans, plan.start_token, spare))
         if plan.kind in ("cancel fetch", "cancel both"):
             delay = self._random.expovariate(40)
-            self._after(delay, lambda: self._cancel(consumer, name, "fetch"))
+            self._after(delay, partial(self._cancel, consumer, name, "fetch"))
 
     def _cancel(self, engine: Engine, request: str, what: str) -> None:
         half = self._open.get((engine.name, request, what))
@@ -194,7 +195,9 @@ class Traffic:
     def heard(self, engine: Engine, event: Event | None) -> None:
         match event:
             case None:
-                for half in [h for h in self._open.values() if h.engine is engine]:
+                born = engine.scheduler.started
+                theirs = [h for h in self._open.values() if h.engine is engine and h.since < born]
+                for half in theirs:
                     self._end(half)
                     self.ended["ended with their own engine"] += 1
             case Offered():
@@ -233,7 +236,7 @@ class Traffic:
         if self._goods[half.transfer] > 1:
             self.wrong.append(f"{event.request}: the ticket was good for two fetches")
         for listener in self.listeners:
-            listener(half, half.since)
+            listener(half)
 
     def _add(self, half: Half) -> None:
         self._open[half.engine.name, half.request, half.what] = half
