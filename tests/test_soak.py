@@ -25,7 +25,9 @@ SPANS = [(11, 16), (22, 70)]
         pytest.param(10, "both", 2, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
     ],
 )
-def test_nothing_lost_nothing_wrong_nothing_stuck(minutes: float, transport: str, seed: int) -> None:
+def test_nothing_lost_nothing_wrong_nothing_stuck(
+    minutes: float, transport: str, seed: int
+) -> None:
     result = Soak(seed, minutes, transport).run()  # type: ignore[arg-type]
     show(result)
     assert result["problems"] == []
@@ -83,8 +85,8 @@ def test_a_fetch_is_good_only_with_every_byte(engine: Ranks) -> None:
     size = engine.shape.block_size
     for token in (0, start - 1, start, 15, 16, tokens - 1, tokens, len(blocks) * size - 1):
         layer = choose.choice(choose.choice(engine.ranks).layers)
-        place = (choose.randrange(2), choose.randrange(layer.shape[1]))
-        place += (blocks[token // size], token % size, choose.randrange(32))
+        head = choose.randrange(layer.shape[1])
+        place = (choose.randrange(2), head, blocks[token // size], token % size, 7)
         before = layer[place]
         layer[place] ^= 1 << choose.randrange(32)
         assert pool.wrong(blocks, SPANS, start, tokens)[0] == 4

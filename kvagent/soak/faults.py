@@ -1,7 +1,8 @@
 """What goes wrong: one fault after another, by a seed, and how long each took to recover.
 
 A fault is recovered when its engine serves again: the first good fetch, from it or by it, that
-began after the fault was over (after the kill, or after the stopped process was woken).
+began when the fault was over and all processes of the engine were there again. The time is taken
+from the kill, or from the moment when the stopped process was woken.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ class Fault:
     at: float
     over: float
     """When it is over: for a stopped process, when it is woken."""
+    back: float | None = None
+    """When all processes were there again."""
     recovered: float | None = None
-    part: Part | None = None
+    paused: Part | None = None
 
     @property
     def seconds(self) -> float:
@@ -75,12 +78,15 @@ class Faults:
 
     def tick(self) -> None:
         now = time.monotonic()
-        for fault in self.done:
-            part = fault.part
-            if part is not None and part.paused and now >= fault.over:
-                if part.exit_code() is None:
+        for fault in self.open():
+            part = fault.paused
+            if part is not None and now >= fault.over:
+                if part.paused and part.exit_code() is None:
                     part.resume()
-                fault.part = None
+                fault.paused = None
+            engines = [self.world.engines[name] for name in fault.engines]
+            if fault.back is None and now >= fault.over and all(e.up for e in engines):
+                fault.back = now
         if not self.running or now < self._next:
             return
         self._next = now + self._random.uniform(0.3, 1.7) * EVERY
@@ -111,7 +117,7 @@ class Faults:
         assert pair is not None
         for fault in self.open():
             hit = set(fault.engines) <= set(pair)
-            if hit and half.since > fault.over:
+            if hit and fault.back is not None and half.since > fault.back:
                 fault.recovered = time.monotonic()
 
     # ------------------------------------------------------------ kinds
@@ -140,7 +146,7 @@ class Faults:
     def _stop(self, engine: Engine, part: Part, kind: str, seconds: float) -> Fault:
         part.stop()
         fault = self._fault(kind, engine)
-        fault.part, fault.over = part, fault.at + seconds
+        fault.paused, fault.over = part, fault.at + seconds
         return fault
 
     def _worker(self, engine: Engine) -> Fault | None:

@@ -185,7 +185,7 @@ class Engine:
 
     @property
     def up(self) -> bool:
-        return all(part.up for part in self.parts())
+        return all(part.up and not part.doomed for part in self.parts())
 
     def parts(self) -> Iterator[Part]:
         yield from self.sidecars

@@ -74,7 +74,7 @@ def describe(
                 f"{layer}: {cache.shape[1]} heads here; {end - first} are this rank's share of "
                 f"the model's {num_heads}"
             )
-        tensors[layer] = cache.unflatten(3, (2, spec.head_size))
+        tensors[layer] = cache.view(*cache.shape[:3], 2, spec.head_size)
         specs[layer] = OurFullAttentionSpec(
             block_size=spec.block_size,
             num_kv_heads=num_heads,

@@ -82,7 +82,7 @@ class SchedulerSide:
             return
         if num_tokens == 0:
             self._release(ticket)
-            self._stats.add("prefix_hits", 1)
+            self._stats.add("not_needed", 1)
             return
         start = request.num_prompt_tokens - num_tokens
         assert start % self._block_size == 0

@@ -30,7 +30,8 @@ class KVAgentStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data = {name: [] for name in SERIES} | {"prefix_hits": 0, "failures": {}}
+        self.data: dict[str, Any] = {name: [] for name in SERIES}
+        self.data |= {"not_needed": 0, "failures": {}}
 
     def fetched(self, fetch: dict[str, Any]) -> None:
         for name in SERIES:
@@ -49,7 +50,7 @@ class KVAgentStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> KVAgentStats:
         for name in SERIES:
             self.data[name] += other.data[name]
-        self.add("prefix_hits", other.data["prefix_hits"])
+        self.add("not_needed", other.data["not_needed"])
         for cause, count in other.data["failures"].items():
             self.failed(cause, count)
         return self
@@ -69,7 +70,7 @@ class KVAgentStats(KVConnectorStats):
         failures = self.data["failures"]
         causes = " ".join(f"{cause}:{count}" for cause, count in sorted(failures.items()))
         return line | {
-            "Num prefix hits": self.data["prefix_hits"],
+            "Num tickets not needed": self.data["not_needed"],
             "Num failed transfers": sum(failures.values()),
             **({"Causes": causes} if causes else {}),
         }
@@ -106,12 +107,12 @@ class KVAgentPromMetrics(KVConnectorPromMetrics):
             "bytes": histogram("fetch_bytes", "Bytes of each fetch", [1024 * x for x in powers]),
             "descriptors": histogram("fetch_descriptors", "NIXL descriptors of each fetch", powers),
         }
-        hits = self._counter_cls(
-            name="vllm:kvagent_prefix_hits",
-            documentation="Tickets that were released because the prompt was cached here",
+        not_needed = self._counter_cls(
+            name="vllm:kvagent_tickets_not_needed",
+            documentation="Tickets that were released unread, the prompt being cached here",
             labelnames=labelnames,
         )
-        self._hits = create_metric_per_engine(hits, per_engine_labelvalues)
+        self._not_needed = create_metric_per_engine(not_needed, per_engine_labelvalues)
         self._failures = self._counter_cls(
             name="vllm:kvagent_failed_transfers",
             documentation="Fetches and offers that came to nothing, by cause",
@@ -122,7 +123,7 @@ class KVAgentPromMetrics(KVConnectorPromMetrics):
         for name, metrics in self._histograms.items():
             for value in transfer_stats_data[name]:
                 metrics[engine_idx].observe(value)
-        self._hits[engine_idx].inc(transfer_stats_data["prefix_hits"])
+        self._not_needed[engine_idx].inc(transfer_stats_data["not_needed"])
         labels = self.per_engine_labelvalues[engine_idx]
         for cause, count in transfer_stats_data["failures"].items():
             self._failures.labels(*labels, cause).inc(count)
