@@ -788,3 +788,15 @@ def test_drain_fails_what_takes_too_long(engines: Engines) -> None:
 
 def test_drain_with_nothing_to_do(engines: Engines) -> None:
     assert engines("engine").client.drain(LONG) == ()
+
+
+def test_a_handshake_that_is_dropped_fails_who_waits_for_it(engines: Engines) -> None:
+    producer, consumer = engines("prefill"), engines("decode")
+    with sidecar(producer).holding(Hello) as reached:
+        consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+        assert reached()
+        book = sidecar(consumer).agent.rank.peers
+        sidecar(consumer).stage.run(book.drop("prefill"))
+        assert end(consumer, "r") == "peer_gone: engine prefill was dropped"
+    good(producer, consumer, "next")
+    at_rest(producer, consumer)

@@ -58,7 +58,10 @@ class Run:
         self.producer, self.consumer, self.sidecars = producer, consumer, sidecars
 
     def statuses(self) -> list[Status]:
-        return [lambda one=one: one.stage.call(lambda: status(one.agent)) for one in self.sidecars.values()]  # type: ignore[misc]
+        return [
+            lambda one=one: one.stage.call(lambda: status(one.agent))
+            for one in self.sidecars.values()
+        ]  # type: ignore[misc]
 
     def messages(self) -> dict[str, int]:
         """How many each sidecar has sent."""

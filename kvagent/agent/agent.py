@@ -408,6 +408,8 @@ class Agent:
                 if fence and not rank.abort_part(part_id).done:
                     await rank.fence(part_id)
                 return rank.abort_part(part_id)
+            case Drop() if self.follower is None:
+                return Refused(code="not_ready", message="this rank follows nobody")
             case Drop(engine_id=engine_id):
                 await rank.peers.drop(engine_id)
                 return Ok()

@@ -19,7 +19,7 @@ from kvagent.agent.remotes import Remotes
 from kvagent.agent.staging import Staged, Staging
 from kvagent.config import Config, join_address
 from kvagent.core.plan import ReadPlan, assign, make_plan
-from kvagent.errors import HandshakeError, KVAgentError
+from kvagent.errors import HandshakeError, KVAgentError, PeerGoneError
 from kvagent.fabric.base import Fabric, Prepared, RemoteAgent
 from kvagent.wire.control import Control
 from kvagent.wire.messages import Hello, Meet, Met, RankCard, Welcome
@@ -129,7 +129,12 @@ class PeerBook:
                 raise HandshakeError(f"sessions with {MAX_SESSIONS} engines are open already")
             task = asyncio.create_task(self._hello(engine_id, host, port))
             self._sessions[key] = task
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():  # by `drop` or `close`; it is not we who were cancelled
+                raise PeerGoneError(f"engine {engine_id} was dropped") from None
+            raise
 
     async def _greet_again(self, known: Session, host: str, port: int) -> Session:
         """The same session when its engine is still what it was, else a new one."""

@@ -70,6 +70,11 @@ class HugePages(msgspec.Struct, frozen=True, kw_only=True):
     free: int
     shmem: str
 
+    @property
+    def usable(self) -> bool:
+        """Whether a cache can lie on some."""
+        return self.free > 0 or self.shmem in ("always", "within_size", "advise", "force")
+
 
 class Transport(msgspec.Struct, frozen=True):
     """A way that UCX found: its name (`tcp`, `cma`, `rc_mlx5`) and its device (`eth0`)."""

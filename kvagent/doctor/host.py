@@ -16,7 +16,6 @@ INITIAL_PID, INITIAL_USER, INITIAL_IPC = (
 )
 """The kernel's fixed names of the namespaces that a host begins with."""
 
-SHMEM_ON = ("always", "within_size", "advise", "force")
 SHARE_PID = "docker: --pid=host or --pid=container:NAME; Kubernetes: shareProcessNamespace: true"
 
 
@@ -50,7 +49,7 @@ def check_huge_pages(machine: Machine) -> Iterator[Finding]:
             Severity.OK,
             f"{pool}: caches of up to {pages.free * 2 / 1024:.1f} GiB lie on them",
         )
-    elif pages.shmem in SHMEM_ON:
+    elif pages.usable:
         yield Finding(
             "huge pages", Severity.OK, f"{pool}; transparent ones for memfds: {pages.shmem}"
         )

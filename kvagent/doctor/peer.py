@@ -14,7 +14,7 @@ import uuid
 
 import msgspec
 
-from kvagent.core.compare import EngineShape
+from kvagent.config import join_address
 from kvagent.doctor.memory import Sample, make_sample
 from kvagent.doctor.reading import NBYTES, Reading, new_fabric, read_peer
 from kvagent.doctor.who import ask
@@ -29,9 +29,10 @@ CALL_SECONDS = 10.0
 
 
 class RankRead(msgspec.Struct, frozen=True, kw_only=True):
-    """`rank` for people, `address` as the rank advertises it."""
+    """`rank` for people, `address` as the rank advertises it; `fabric` is the name of what read."""
 
     rank: str
+    fabric: str
     address: str
     kind: str = "dram"
     reading: Reading | None = None
@@ -64,8 +65,8 @@ async def examine(host: str, port: int) -> PeerRead:
             raise HandshakeError(f"Hello was answered with {type(welcome).__name__}")
         sample = make_sample("ordinary", NBYTES)
         ranks = [
-            await _read_rank(control, presence.engine_id, presence.shape, card, sample)
-            for card in welcome.ranks
+            await _read_rank(control, hello, card, sample, f"doctor-peer-{index}")
+            for index, card in enumerate(welcome.ranks)
         ]
         return PeerRead(presence=presence, ranks=tuple(ranks))
     except KVAgentError as error:
@@ -75,17 +76,19 @@ async def examine(host: str, port: int) -> PeerRead:
 
 
 async def _read_rank(
-    control: Control, engine_id: str, shape: EngineShape, card: RankCard, sample: Sample
+    control: Control, hello: Hello, card: RankCard, sample: Sample, name: str
 ) -> RankRead:
     """With a fabric of its own: a rank that cannot be read ends no other's reads."""
-    client = f"{card.host}:{card.port}"
     about = RankRead(
-        rank=f"tp {card.tp_rank}, pp {card.pp_rank}", address=client, kind=card.layout.kind
+        rank=f"tp {card.tp_rank}, pp {card.pp_rank}",
+        fabric=name,
+        address=join_address(card.host, card.port),
+        kind=card.layout.kind,
     )
-    fabric = new_fabric("doctor-peer")
+    fabric = new_fabric(name)
     try:
         card.layout.validate()
-        meet = Meet(engine_id=engine_id, shape=shape, incarnation=card.incarnation)
+        meet = Meet(engine_id=hello.engine_id, shape=hello.shape, incarnation=card.incarnation)
         met = await _call(control, card.host, card.port, meet)
         if not isinstance(met, Met):
             raise HandshakeError(f"Meet was answered with {type(met).__name__}")

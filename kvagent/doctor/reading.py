@@ -16,7 +16,7 @@ from kvagent.fabric.base import CancelFlag, IndexArray, PeerMetadata
 from kvagent.fabric.nixl import NixlFabric
 from kvagent.fabric.pieces import NO_EXTRA
 
-__all__ = ["NBYTES", "WATCH", "Reading", "carrier", "new_fabric", "read_peer"]
+__all__ = ["NBYTES", "WATCH", "Reading", "carriers", "new_fabric", "read_peer"]
 
 NBYTES = 64 << 20
 BLOCK = 1 << 20
@@ -24,9 +24,11 @@ ROUNDS = 5
 CONNECT_SECONDS = 30.0
 
 WATCH = {"UCX_PROTO_INFO": "y"}
-"""For the environment of the process that reads: UCX then says what it decided, to `carrier`."""
+"""For the environment of the process that reads: UCX then says what it decided, to `carriers`."""
 
-_READ = re.compile(r"\| remote memory read by ucp_get.*\n((?:.*[|+].*\n?)*)")
+_READ = re.compile(
+    r"\| (\S+?)/\S* .*cfg#.*\n.*\| remote memory read by ucp_get.*\n((?:.*[|+].*\n?)*)"
+)
 _WAY = re.compile(r"\| *\S+\.\.inf *\|[^|]*\| *([^|]*?) *\|")
 
 
@@ -91,8 +93,12 @@ async def read_peer(
     )
 
 
-def carrier(log: str) -> str:
-    """The transport and device that carried the largest reads, "cma/memory", from UCX's log; the
-    last one that it decided on. Empty when it does not say."""
-    found = [way for table in _READ.findall(log) for way in _WAY.findall(table)]
-    return found[-1] if found else ""
+def carriers(log: str) -> dict[str, str]:
+    """By the fabric's name: the transport and device that carried its largest reads, "cma/memory",
+    from UCX's log; the last one that it decided on. A fabric of which it says nothing is absent."""
+    found: dict[str, str] = {}
+    for name, table in _READ.findall(log):
+        ways = _WAY.findall(table)
+        if ways:
+            found[name] = ways[-1]
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from kvagent.doctor.facts import Finding, Severity
 from kvagent.doctor.host import SHARE_PID
@@ -13,8 +13,9 @@ from kvagent.fabric.place import Place
 
 __all__ = ["check_peer", "check_places", "check_self_read"]
 
-SLOW_SHARE = 8
-"""A read that takes so many times as long as a copy did not go through the kernel at once."""
+SLOW = 8
+"""A read that takes so many times as long as a copy did not go from memory to memory."""
+NOT_SHARED = "cma and cuda_ipc are near to a plain copy: see the checks transports and isolation"
 
 
 def check_self_read(read: SelfRead, transport: str) -> Iterator[Finding]:
@@ -32,22 +33,22 @@ def check_self_read(read: SelfRead, transport: str) -> Iterator[Finding]:
         found = f"{_words(reading, transport)}; a plain copy: {copy:.1f} GB/s"
         if read.kind != "ordinary":
             found = f"{found}; {read.pages}"
-        slow = reading.seconds > SLOW_SHARE * read.copy_seconds
+        slow = transport.startswith("tcp") or reading.seconds > SLOW * read.copy_seconds
         yield Finding(
-            check,
-            Severity.WARNING if slow else Severity.OK,
-            found,
-            "see the checks transports and isolation: between processes of one host, cma and "
-            "cuda_ipc are near to a plain copy"
-            if slow
-            else "",
+            check, Severity.WARNING if slow else Severity.OK, found, NOT_SHARED if slow else ""
         )
 
 
 def check_peer(
-    address: str, peer: PeerRead, transport: str, here: Place, *, this_host_only: bool
+    address: str,
+    peer: PeerRead,
+    transports: Mapping[str, str],
+    here: Place,
+    *,
+    this_host_only: bool,
 ) -> Iterator[Finding]:
-    """`this_host_only`: our own sidecar binds to loopback."""
+    """`transports` as UCX named them, by fabric. `this_host_only`: our own sidecar binds to
+    loopback."""
     check = f"peer {address}"
     presence = peer.presence
     if presence is None:
@@ -84,10 +85,10 @@ def check_peer(
     if same_host:
         yield from check_places(check, here, presence.place)
     for rank in peer.ranks:
-        yield _rank(check, rank, transport)
+        yield _rank(check, rank, transports.get(rank.fabric, ""), same_host)
 
 
-def _rank(check: str, rank: RankRead, transport: str) -> Finding:
+def _rank(check: str, rank: RankRead, transport: str, same_host: bool) -> Finding:
     where = f"rank ({rank.rank}) at {rank.address}"
     if rank.reading is None:
         return Finding(
@@ -98,8 +99,12 @@ def _rank(check: str, rank: RankRead, transport: str) -> Finding:
             "(UCX_TCP_PORT_RANGE)?",
         )
     memory = "" if rank.kind == "dram" else ", GPU memory"
+    by_tcp = same_host and transport.startswith("tcp")
     return Finding(
-        check, Severity.OK, f"{where}{memory}: canary good, {_words(rank.reading, transport)}"
+        check,
+        Severity.WARNING if by_tcp else Severity.OK,
+        f"{where}{memory}: canary good, {_words(rank.reading, transport)}",
+        f"it is on this host, and read over TCP. {NOT_SHARED}" if by_tcp else "",
     )
 
 

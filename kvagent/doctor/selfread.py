@@ -20,9 +20,10 @@ from kvagent.doctor.reading import NBYTES, Reading, new_fabric, read_peer
 from kvagent.errors import FabricError, KVAgentError
 from kvagent.fabric.base import PeerMetadata
 
-__all__ = ["KINDS", "SelfRead"]
+__all__ = ["READER", "SelfRead"]
 
-KINDS = ("ordinary", "huge", "cuda")
+READER = "doctor-read"
+"""Name of the fabric that reads."""
 END_SECONDS = 20.0
 
 
@@ -87,7 +88,7 @@ def _address_in(lines: Iterable[str]) -> tuple[PeerMetadata, MemoryRange]:
 
 
 async def _measure(sample: Sample, meta: PeerMetadata, far: MemoryRange) -> Reading:
-    fabric = new_fabric("doctor-read")
+    fabric = new_fabric(READER)
     await fabric.start()
     try:
         await fabric.register([sample.range])

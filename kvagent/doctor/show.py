@@ -17,9 +17,9 @@ from kvagent.doctor.facts import Finding, Machine, Severity, Ucx, worst
 from kvagent.doctor.host import check_huge_pages, check_isolation, check_shm
 from kvagent.doctor.keys import check_keys, look_at_keys
 from kvagent.doctor.peer import PeerRead
-from kvagent.doctor.reading import WATCH, carrier
+from kvagent.doctor.reading import WATCH, carriers
 from kvagent.doctor.reads import check_peer, check_self_read
-from kvagent.doctor.selfread import KINDS, SelfRead
+from kvagent.doctor.selfread import READER, SelfRead
 from kvagent.doctor.software import check_nixl, check_python, check_torch, check_ucx
 from kvagent.doctor.transports import check_cuda, check_memlock, check_transports
 
@@ -74,18 +74,27 @@ def _look(
     yield from check_doors(asyncio.run(look_at_doors(config)), this_host_only=local)
     if keys := getattr(config, "keys", ""):
         yield from check_keys(keys, look_at_keys(Path(keys)), machine.place.uid)
-    for kind in KINDS:
+    for kind in _kinds(machine):
         progress(f"reading {kind} memory from another process")
         outcome = run_child("selfread", [kind], SelfRead, {**environ, **WATCH})
         read = outcome.value or SelfRead(kind=kind, error=outcome.error)
-        yield from check_self_read(read, carrier(outcome.log))
+        yield from check_self_read(read, carriers(outcome.log).get(READER, ""))
     for peer, (host, port) in peers.items():
         progress(f"reading from {peer}")
         found = run_child("peer", [host, str(port)], PeerRead, {**_data_plane(False), **WATCH})
         read_there = found.value or PeerRead(error=found.error)
         yield from check_peer(
-            peer, read_there, carrier(found.log), machine.place, this_host_only=local
+            peer, read_there, carriers(found.log), machine.place, this_host_only=local
         )
+
+
+def _kinds(machine: Machine) -> Iterator[str]:
+    """Those that there may be here; about the others there are findings already."""
+    yield "ordinary"
+    if machine.huge_pages.usable:
+        yield "huge"
+    if machine.gpus:
+        yield "cuda"
 
 
 def _data_plane(only_lo: bool) -> dict[str, str]:
@@ -104,7 +113,9 @@ def _print(findings: Sequence[Finding]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("check", "", "found", "what to do", expand=False)
+    table = Table("check", "")
+    for title in ("found", "what to do"):
+        table.add_column(title, overflow="fold")
     for finding in findings:
         style = STYLES.get(finding.severity, "bold red")
         table.add_row(

@@ -8,7 +8,7 @@ from kvagent.doctor.facts import Finding, Machine, Severity, Ucx
 
 __all__ = ["check_cuda", "check_memlock", "check_transports"]
 
-RDMA = ("rc", "dc", "ud", "ib", "srd", "gga")
+RDMA = ("rc", "dc", "ud", "srd", "gga")
 """Beginnings of the names of transports over InfiniBand, RoCE and EFA."""
 
 MEMLOCK_FIX = (
@@ -38,7 +38,7 @@ def check_transports(machine: Machine, ucx: Ucx, *, this_host_only: bool) -> Ite
             "no cma: reads between processes of this host go over TCP, several times slower",
             "let UCX_TLS name cma, or leave it unset; see also the check isolation",
         )
-    if machine.rdma_devices and not ucx.has(*RDMA):
+    if machine.rdma_devices and not this_host_only and not ucx.has(*RDMA):
         yield Finding(
             "transports",
             Severity.WARNING,
@@ -74,7 +74,7 @@ def check_memlock(machine: Machine, ucx: Ucx) -> Iterator[Finding]:
         yield Finding("memlock", Severity.OK, "unlimited")
     elif machine.ipc_lock:
         yield Finding("memlock", Severity.OK, "limited, but CAP_IPC_LOCK lifts the limit")
-    elif machine.rdma_devices or ucx.has(*RDMA):
+    elif ucx.has(*RDMA):
         yield Finding(
             "memlock",
             Severity.ERROR,

@@ -216,11 +216,11 @@ class Traffic:
                 self.checked[engine.name] = event.open
 
     def _refused(self, engine: Engine, event: Refused) -> None:
-        for what in ("offer", "fetch"):
-            if self._end_named(engine, event.request, what):
-                self.refused[event.reason.split(":")[0]] += 1
-                self._plans.pop(event.request, None)
-                return
+        what = "offer" if engine in self.producers else "fetch"
+        if self._end_named(engine, event.request, what) is not None:
+            self.refused[f"{what}: {event.reason.split(':')[0]}"] += 1
+        if what == "offer":
+            self._plans.pop(event.request, None)
 
     def _received(self, engine: Engine, event: Received) -> None:
         half = self._end_named(engine, event.request, "fetch")

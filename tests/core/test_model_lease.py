@@ -1,0 +1,434 @@
+"""The lease table with its ledger, in any order of events, against a model of its own.
+
+The model knows a lease by three facts: until when it is held, who claimed it, and how it ended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    rule,
+)
+
+from kvagent.core.lease import LeaseTable, Verdict, ticket_digest
+from kvagent.core.ledger import BlockState, Holding, Ledger
+from kvagent.core.regions import CacheGroup
+from kvagent.errors import BlockInUseError
+
+LEASE, PARK, REMEMBER = 10.0, 2.0, 40.0
+MAX_PARKED, MAX_TOMBSTONES = 2, 4
+BLOCKS = 8
+GROUPS = 2
+FETCHES = ("f0", "f1", "f2")
+CONSUMERS = {"f0": "engine-a", "f1": "engine-a", "f2": "engine-b"}
+
+Block = tuple[int, int]
+"""(group, id)"""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Made by the engine before any message about it arrives anywhere."""
+
+    transfer: str
+    request: str
+    blocks: tuple[tuple[int, ...], ...]
+
+    @property
+    def token(self) -> bytes:
+        return self.transfer.encode().ljust(16, b".")
+
+    @property
+    def packed(self) -> tuple[bytes, ...]:
+        return tuple(np.array(ids, "<i4").tobytes() for ids in self.blocks)
+
+    @property
+    def digest(self) -> bytes:
+        return ticket_digest(self.packed, 8)
+
+    @property
+    def held(self) -> set[Block]:
+        return {(group, block) for group, ids in enumerate(self.blocks) for block in ids}
+
+
+@dataclass
+class Known:
+    """What the model knows of a lease."""
+
+    ticket: Ticket
+    until: float
+    holder: str = ""
+    ended: Verdict | None = None
+    """What a late question is answered; `USED`: completed."""
+
+
+@dataclass
+class Model:
+    live: dict[str, Known] = field(default_factory=dict)
+    remembered: dict[str, tuple[Known, float]] = field(default_factory=dict)
+    """Ended ones, oldest first, each with the time at which it is forgotten."""
+    forgotten: set[str] = field(default_factory=set)
+    parked: dict[str, tuple[bool, bool, str, float]] = field(default_factory=dict)
+    """By transfer: whether token and digest were right, the fetch, until when."""
+    written: dict[int, set[Block]] = field(default_factory=dict)
+    to_report: set[str] = field(default_factory=set)
+
+    def end(self, now: float, transfer: str, how: Verdict) -> None:
+        lease = self.live.pop(transfer)
+        lease.ended = how
+        self.remembered[transfer] = (lease, now + REMEMBER)
+        self.forget_oldest(len(self.remembered) - MAX_TOMBSTONES)
+        request = lease.ticket.request
+        if all(other.ticket.request != request for other in self.live.values()):
+            self.to_report.add(request)
+
+    def forget_oldest(self, count: int) -> None:
+        for transfer in list(self.remembered)[: max(count, 0)]:
+            del self.remembered[transfer]
+            self.forgotten.add(transfer)
+
+    def find(self, now: float, transfer: str) -> Known | None:
+        lease = self.live.get(transfer)
+        if lease is not None and now >= lease.until:
+            self.end(now, transfer, Verdict.EXPIRED)
+        if transfer in self.remembered:
+            return self.remembered[transfer][0]
+        return self.live.get(transfer)
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    tickets = Bundle("tickets")
+    writes = Bundle("writes")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 100.0
+        self.ledger = Ledger()
+        self.ledger.know(
+            CacheGroup(index=index, block_size=4, num_blocks=BLOCKS) for index in range(GROUPS)
+        )
+        self.table = LeaseTable(
+            lease_seconds=LEASE,
+            ledger=self.ledger,
+            park_seconds=PARK,
+            tombstone_seconds=REMEMBER,
+            max_parked=MAX_PARKED,
+            max_tombstones=MAX_TOMBSTONES,
+        )
+        self.model = Model()
+        self.minted = 0
+        self.writing: dict[int, Holding] = {}
+        self.write_count = 0
+        self.broken: set[str] = set()
+        """Transfers whose blocks were not held at some moment since their offer."""
+        self.last_words: dict[tuple[str, str, str], Verdict] = {}
+
+    # ------------------------------------------------------------ the engine
+
+    @rule(
+        target=tickets,
+        request=st.sampled_from(["r0", "r1", "r2"]),
+        blocks=st.lists(
+            st.lists(st.integers(0, BLOCKS - 1), max_size=3, unique=True), max_size=GROUPS
+        ),
+    )
+    def mint(self, request: str, blocks: list[list[int]]) -> Ticket:
+        self.minted += 1
+        return Ticket(f"t{self.minted}", request, tuple(map(tuple, blocks)))
+
+    @rule(ticket=tickets)
+    def offer(self, ticket: Ticket) -> None:
+        """Also a second time; but no engine offers again what is forgotten."""
+        model = self.model
+        if ticket.transfer in model.forgotten:
+            return
+        new = ticket.transfer not in {*model.live, *model.remembered}
+        refused = new and any(ticket.held & blocks for blocks in model.written.values())
+        offer = (self.now, ticket.transfer, ticket.token, ticket.request, ticket.packed, 8)
+        if refused:
+            with pytest.raises(BlockInUseError):
+                self.table.offer(*offer)
+        else:
+            self.table.offer(*offer)
+        if new:
+            model.to_report.discard(ticket.request)
+            model.live[ticket.transfer] = Known(ticket, self.now + LEASE)
+        if refused:
+            self.ended(ticket.transfer, Verdict.REFUSED)
+        # The claim that waited is answered as one that comes now.
+        answered = self.table.answer_parked(self.now, ticket.transfer)
+        parked = model.parked.pop(ticket.transfer, None)
+        if parked is None:
+            assert answered is None
+        else:
+            right_token, right_digest, fetch, _ = parked
+            expected = self.claimed(ticket, fetch, right_token, right_digest)
+            assert answered == (fetch, expected)
+
+    @rule(request=st.sampled_from(["r0", "r1", "r2"]))
+    def cancel(self, request: str) -> None:
+        mine = [t for t, one in self.model.live.items() if one.ticket.request == request]
+        assert self.table.cancel(self.now, request) == bool(mine)
+        for transfer in mine:
+            self.ended(transfer, Verdict.CANCELLED)
+
+    @rule()
+    def revoke_all(self) -> None:
+        self.table.revoke_all(self.now)
+        for transfer in list(self.model.live):
+            self.ended(transfer, Verdict.REVOKED)
+
+    @rule(consumer=st.sampled_from(["engine-a", "engine-b", "engine-c"]))
+    def drop_consumer(self, consumer: str) -> None:
+        self.table.drop_consumer(self.now, consumer)
+        for transfer, one in list(self.model.live.items()):
+            if CONSUMERS.get(one.holder) == consumer:
+                self.ended(transfer, Verdict.REVOKED)
+
+    @rule(on=st.booleans())
+    def quiesce(self, on: bool) -> None:
+        self.table.quiesced = on
+
+    @rule()
+    def take_finished(self) -> None:
+        """At any time later: a request that was offered again meanwhile is not finished."""
+        assert self.table.take_finished() == self.model.to_report
+        self.model.to_report = set()
+
+    @rule(target=writes, block=st.integers(0, BLOCKS - 1), group=st.integers(0, GROUPS - 1))
+    def write(self, group: int, block: int) -> int:
+        """A fetch of the same engine takes a block."""
+        blocks = {(group, block)}
+        taken = set().union(
+            *self.model.written.values(), *(one.ticket.held for one in self.model.live.values())
+        )
+        self.write_count += 1
+        wanted = {group: np.array([block], np.int32)}
+        if blocks & taken:
+            with pytest.raises(BlockInUseError):
+                self.ledger.reserve(wanted)
+        else:
+            self.writing[self.write_count] = self.ledger.reserve(wanted)
+            self.model.written[self.write_count] = blocks
+        return self.write_count
+
+    @rule(number=consumes(writes))
+    def written(self, number: int) -> None:
+        if number in self.writing:
+            self.writing.pop(number).move(BlockState.FREE)
+            del self.model.written[number]
+
+    # ------------------------------------------------------------ consumers
+
+    @rule(
+        ticket=tickets,
+        fetch=st.sampled_from(FETCHES),
+        right_token=st.integers(0, 9).map(bool),
+        right_digest=st.integers(0, 9).map(bool),
+        times=st.integers(1, 2),
+    )
+    def claim(
+        self, ticket: Ticket, fetch: str, right_token: bool, right_digest: bool, times: int
+    ) -> None:
+        for _ in range(times):
+            verdict = self.table.claim(
+                self.now,
+                ticket.transfer,
+                ticket.token if right_token else b"wrong",
+                fetch,
+                ticket.digest if right_digest else b"wrong",
+                CONSUMERS[fetch],
+            )
+            if self.model.find(self.now, ticket.transfer) is None:
+                parked = self.model.parked
+                if ticket.transfer not in parked and len(parked) < MAX_PARKED:
+                    parked[ticket.transfer] = (right_token, right_digest, fetch, self.now + PARK)
+                waits = ticket.transfer in parked and parked[ticket.transfer][2] == fetch
+                assert verdict is (None if waits else Verdict.UNKNOWN)
+            else:
+                assert verdict is self.claimed(ticket, fetch, right_token, right_digest)
+
+    @rule(ticket=tickets, fetch=st.sampled_from(FETCHES), times=st.integers(1, 2))
+    def renew(self, ticket: Ticket, fetch: str, times: int) -> None:
+        for _ in range(times):
+            verdict = self.table.renew(self.now, ticket.transfer, fetch)
+            lease = self.model.find(self.now, ticket.transfer)
+            if lease is None:
+                assert verdict is Verdict.UNKNOWN
+            elif lease.holder != fetch:
+                assert verdict is Verdict.USED
+            elif lease.ended:
+                assert verdict is lease.ended
+            else:
+                assert verdict is Verdict.HELD
+                lease.until = self.now + LEASE
+
+    @rule(
+        ticket=tickets,
+        fetch=st.sampled_from(FETCHES),
+        right_token=st.integers(0, 9).map(bool),
+        times=st.integers(1, 2),
+    )
+    def complete(self, ticket: Ticket, fetch: str, right_token: bool, times: int) -> None:
+        for _ in range(times):
+            lease = self.model.find(self.now, ticket.transfer)
+            first = lease is not None and lease.ended is None
+            verdict = self.table.complete(
+                self.now, ticket.transfer, ticket.token if right_token else b"wrong", fetch
+            )
+            if lease is None:
+                assert verdict is Verdict.UNKNOWN
+            elif not right_token:
+                assert verdict is Verdict.FORBIDDEN
+            elif lease.holder == fetch and (first or lease.ended is Verdict.USED):
+                assert verdict is Verdict.HELD
+                if first:
+                    assert ticket.transfer not in self.broken
+                    self.ended(ticket.transfer, Verdict.USED)
+            elif lease.holder not in ("", fetch):
+                assert verdict is Verdict.USED
+            else:
+                assert verdict is (lease.ended or Verdict.UNKNOWN)
+            if lease is not None and lease.ended and right_token:
+                self.is_the_last_word("complete", ticket, fetch, verdict)
+
+    @rule(
+        ticket=tickets,
+        fetch=st.sampled_from(["", *FETCHES]),
+        right_token=st.integers(0, 9).map(bool),
+        times=st.integers(1, 2),
+    )
+    def release(self, ticket: Ticket, fetch: str, right_token: bool, times: int) -> None:
+        for _ in range(times):
+            lease = self.model.find(self.now, ticket.transfer)
+            verdict = self.table.release(
+                self.now, ticket.transfer, ticket.token if right_token else b"wrong", fetch
+            )
+            parked = self.model.parked.get(ticket.transfer)
+            if parked is not None and parked[2] == fetch:
+                del self.model.parked[ticket.transfer]
+            if lease is None:
+                assert verdict is Verdict.UNKNOWN
+            elif not right_token:
+                assert verdict is Verdict.FORBIDDEN
+            elif lease.holder not in ("", fetch):
+                assert verdict is Verdict.USED
+            else:
+                if not lease.ended:
+                    self.ended(ticket.transfer, Verdict.RELEASED)
+                assert verdict is lease.ended
+            if lease is not None and lease.ended and right_token:
+                self.is_the_last_word("release", ticket, fetch, verdict)
+
+    # ------------------------------------------------------------ time
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 2.0, 3.0, 7.0, LEASE, 15.0, REMEMBER]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.broken |= {t for t, one in self.model.live.items() if self.now >= one.until}
+
+    @rule()
+    def sweep(self) -> None:
+        model = self.model
+        late = [t for t, (*_, until) in model.parked.items() if self.now >= until]
+        expected = sorted(model.parked.pop(transfer)[2] for transfer in late)
+        assert sorted(self.table.sweep(self.now)) == expected
+        # In the order of their offers, as the table remembers them.
+        for transfer, one in list(model.live.items()):
+            if self.now >= one.until:
+                self.ended(transfer, Verdict.EXPIRED)
+        model.forget_oldest(sum(self.now >= at for _, at in model.remembered.values()))
+
+    # ------------------------------------------------------------ the model's side
+
+    def ended(self, transfer: str, how: Verdict) -> None:
+        self.model.end(self.now, transfer, how)
+        self.broken.add(transfer)
+
+    def claimed(self, ticket: Ticket, fetch: str, right_token: bool, right_digest: bool) -> Verdict:
+        """What a claim of a lease that is known comes to."""
+        lease = self.model.find(self.now, ticket.transfer)
+        assert lease is not None
+        if not right_token:
+            return Verdict.FORBIDDEN
+        if lease.ended:
+            return lease.ended
+        if lease.holder not in ("", fetch):
+            return Verdict.USED
+        if not right_digest:
+            return Verdict.MISMATCH
+        if self.table.quiesced and not lease.holder:
+            return Verdict.QUIESCED
+        lease.holder, lease.until = fetch, self.now + LEASE
+        return Verdict.HELD
+
+    def is_the_last_word(self, name: str, ticket: Ticket, fetch: str, verdict: Verdict) -> None:
+        """Once a lease has ended, a question has one answer for as long as it is remembered."""
+        if ticket.transfer not in self.model.forgotten:
+            question = (name, ticket.transfer, fetch)
+            assert self.last_words.setdefault(question, verdict) is verdict
+
+    @invariant()
+    def counts_are_the_models(self) -> None:
+        model = self.model
+        claimed = sum(bool(one.holder) for one in model.live.values())
+        assert self.table.counts() == {
+            "offered": len(model.live) - claimed,
+            "claimed": claimed,
+            "parked": len(model.parked),
+            "tombstones": len(model.remembered),
+        }
+        assert len(self.table) == len(model.live)
+        assert {lease.transfer_id for lease in self.table.live()} == model.live.keys()
+        assert len(model.parked) <= MAX_PARKED
+        assert len(model.remembered) <= MAX_TOMBSTONES
+
+    @invariant()
+    def every_block_is_in_one_state(self) -> None:
+        states: dict[Block, str] = {}
+        for one in self.model.live.values():
+            for block in one.ticket.held:
+                if one.holder or block not in states:
+                    states[block] = "claimed" if one.holder else "offered"
+        for blocks in self.model.written.values():
+            assert not blocks & states.keys()
+            states |= dict.fromkeys(blocks, "reserved")
+        counts = Counter(states.values())
+        counts["free"] = GROUPS * BLOCKS - len(states)
+        assert self.ledger.counts() == {state.value: counts[state.value] for state in BlockState}
+
+    def teardown(self) -> None:
+        """Time alone ends everything: each request comes out, and nothing is left."""
+        for holding in self.writing.values():
+            holding.move(BlockState.FREE)
+        self.model.written.clear()
+        self.now += LEASE + PARK
+        self.sweep()
+        self.take_finished()
+        self.now += REMEMBER
+        self.sweep()
+        self.counts_are_the_models()
+        self.every_block_is_in_one_state()
+        assert set(self.table.counts().values()) == {0}
+        assert self.ledger.counts()["free"] == GROUPS * BLOCKS
+        assert self.table.take_finished() == set()
+        assert not self.table._by_request, "no residue inside either"
+
+
+TestLeases = LeaseMachine.TestCase
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+class TestLeasesAtLength(LeaseMachine.TestCase):
+    settings = settings(max_examples=10 * settings.default.max_examples, stateful_step_count=100)
