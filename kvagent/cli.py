@@ -32,6 +32,7 @@ Insecure = Annotated[
     bool | None, typer.Option("--insecure", help="Bind beyond loopback without keys.")
 ]
 LogLevel = Annotated[str | None, typer.Option(help="debug to error.")]
+LogFormat = Annotated[str | None, typer.Option(help="text or json.")]
 
 
 def settings(config_file: str | None, **flags: str | bool | None) -> Effective:
@@ -49,6 +50,7 @@ def serve(
     config_file: ConfigFile = None,
     insecure: Insecure = None,
     log_level: LogLevel = None,
+    log_format: LogFormat = None,
 ) -> None:
     """Run the sidecar of one worker of an engine."""
     from kvagent.agent.serve import serve as run
@@ -61,6 +63,7 @@ def serve(
         http=http,
         insecure=insecure,
         log_level=log_level,
+        log_format=log_format,
     )
     run(effective.config)
 
@@ -74,6 +77,7 @@ def config(
     config_file: ConfigFile = None,
     insecure: Insecure = None,
     log_level: LogLevel = None,
+    log_format: LogFormat = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print what `serve` would run with, given the same flags, and where each value is from."""
@@ -87,6 +91,7 @@ def config(
         http=http,
         insecure=insecure,
         log_level=log_level,
+        log_format=log_format,
     )
     show_config(effective, as_json=as_json)
 
@@ -139,6 +144,45 @@ def plan(
         svg=svg,
     )
     raise typer.Exit(0 if works else 1)
+
+
+@app.command()
+def chaos(
+    target: Annotated[
+        list[str],
+        typer.Option(
+            help="NAME=SOCKET, the process that listens on a unix socket, found again after a "
+            "restart; or NAME=PID. Repeatable."
+        ),
+    ],
+    minutes: Annotated[float, typer.Option(help="No fault comes later.")] = 10.0,
+    every: Annotated[float, typer.Option(help="Seconds between faults, on average.")] = 10.0,
+    kill: Annotated[
+        float, typer.Option(help="Share of the faults that are SIGKILL, 0 to 1; else SIGSTOP.")
+    ] = 0.5,
+    stop_seconds: Annotated[float, typer.Option(help="From SIGSTOP to SIGCONT.")] = 3.0,
+    seed: Annotated[int, typer.Option(help="Decides what happens when, and to whom.")] = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the schedule and do nothing.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object; what happens goes to stderr.")
+    ] = False,
+) -> None:
+    """Kill and stop processes of your own at random moments, to see what survives it."""
+    from kvagent.chaos.show import run_drill
+
+    code = run_drill(
+        target,
+        minutes=minutes,
+        every=every,
+        kill=kill,
+        stop_seconds=stop_seconds,
+        seed=seed,
+        dry_run=dry_run,
+        as_json=as_json,
+    )
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -17,11 +17,13 @@ import msgspec
 
 from kvagent.core.chaos import ChaosConfig
 from kvagent.errors import ConfigError
+from kvagent.fabric.witness import TRANSPORTS
 from kvagent.settings import PREFIX, Layer, build, flatten, read_environ, read_file
 
 __all__ = ["Config", "Effective", "join_address", "load", "load_command", "split_address"]
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 
 
 class Problem(NamedTuple):
@@ -68,8 +70,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Made when the first peer needs it; 0: none. States and GPU memory are always read directly."""
     staging_run_bytes: int = 4096
     """Runs that are at least this long on average are never staged."""
+    expected_transport: tuple[str, ...] = ()
+    """What peers' bytes should come by: of `shared_memory`, `cuda_ipc`, `rdma` and `tcp`. The log
+    warns of peers that are read by another one. Empty: no expectation."""
     log_level: str = "info"
     """`debug`, `info`, `warning` or `error`."""
+    log_format: str = "text"
+    """`text`, or `json`: one object per line."""
     chaos: ChaosConfig = ChaosConfig()
     """Control messages of this sidecar that go wrong on purpose, for drills: `[chaos]`."""
 
@@ -155,6 +162,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             yield Problem(
                 ("log_level",), f"log_level {self.log_level!r}: debug, info, warning or error"
             )
+        if self.log_format not in LOG_FORMATS:
+            yield Problem(("log_format",), f"log_format {self.log_format!r}: text or json")
+        for name in self.expected_transport:
+            if name not in TRANSPORTS:
+                yield Problem(
+                    ("expected_transport",),
+                    f"expected_transport {name!r}: shared_memory, cuda_ipc, rdma or tcp",
+                )
 
 
 class Effective(NamedTuple):

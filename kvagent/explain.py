@@ -24,12 +24,13 @@ def show_config(effective: Effective, *, as_json: bool) -> None:
         print(msgspec.json.encode(values).decode())
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("setting", "value", "from")
     for name, value, source in rows:
         style = "dim" if source == "default" else None
-        table.add_row(name, _plain(value), source, style=style)
+        table.add_row(name, escape(_plain(value)), escape(source), style=style)
     Console().print(table)
 
 

@@ -32,8 +32,8 @@ else:
 __all__ = ["PREFIX", "Layer", "Setting", "build", "read_environ", "read_file", "settings_of"]
 
 PREFIX = "KVAGENT_"
-NO_SETTINGS = ("KVAGENT_CONFIG", "KVAGENT_TORCH")
-"""Variables with our prefix that are no settings: the file's path, and one of scripts/venv.sh."""
+NO_SETTINGS = ("KVAGENT_CONFIG", "KVAGENT_TORCH", "KVAGENT_VLLM")
+"""Variables with our prefix that are no settings: the file's path, and those of our scripts."""
 
 _SERVICE_LINK = re.compile(
     r"KVAGENT_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?"
@@ -160,7 +160,8 @@ def read_environ(cls: type[msgspec.Struct], environ: Mapping[str, str]) -> Layer
             values[setting.name] = _value(setting, text)
         elif not _SERVICE_LINK.fullmatch(variable):
             raise ConfigError(
-                f"unknown setting: environment variable {variable}{_hint(variable, [*known])}"
+                f"unknown setting: environment variable {variable}"
+                + _hint(variable, [*known], len(PREFIX))
             )
     return Layer(values, {name: settings_of(cls)[name].variable for name in values})
 
@@ -178,8 +179,10 @@ def _value(setting: Setting, text: str) -> Any:
         raise ConfigError(f"{setting.variable}={text!r}: {error}") from error
 
 
-def _hint(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, 1)
+def _hint(name: str, known: Sequence[str], prefix: int = 0) -> str:
+    """`prefix`: so many characters all names have in common."""
+    alike = {other[prefix:]: other for other in known}
+    close = [alike[each] for each in difflib.get_close_matches(name[prefix:], alike, 1)]
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -3,8 +3,8 @@ watch: the consumer's memory itself, and /status.
 
 `python -m tests.faults SOCKET ENGINE_ID NUM_BLOCKS` is a consumer's engine in a process of its own,
 so that tests can kill it. It says "ready", fetches the ticket that it reads from stdin (a line of
-JSON), says "reading" when a part of it is there, and at the end the reason why it failed, or "None".
-`tests.producer` is its counterpart.
+JSON), says "reading" when a part of it is there, and at the end the reason of its failure, or
+"None". `tests.producer` is its counterpart.
 """
 
 from __future__ import annotations

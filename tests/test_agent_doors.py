@@ -316,6 +316,7 @@ def still_good(producer: Engine, consumer: Engine) -> None:
 
 def part(fetch_id: str) -> Part:
     return Part(
+        leader="leader",
         part_id=fetch_id,
         engine_id="prefill",
         host="127.0.0.1",

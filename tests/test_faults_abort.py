@@ -46,16 +46,20 @@ def engines(sidecars: list[Watched]) -> Iterator[tuple[Engine, Engine]]:
 
 
 def test_in_the_middle(sidecars: list[Watched], engines: tuple[Engine, Engine]) -> None:
+    """Every other time the blocks are handed to another request; otherwise they are watched."""
     producer, consumer = engines
     aborted = Landing(consumer, range(BIG))
-    for turn, share in enumerate((0.01, 0.3, 0.6)):
+    for turn, share in enumerate((0.01, 0.2, 0.4, 0.6)):
+        handed_on = turn % 2 == 1
         name = f"aborted-{turn}"
         aborted.write(EMPTY)
         consumer.client.fetch(name, offer(producer, name, range(BIG)), list(aborted.blocks))
         aborted.until(share)
         consumer.client.cancel(name)
         reason = consumer.received(name)
-        aborted.write(MINE)
+        if handed_on:
+            aborted.write(MINE)
+        there = aborted.share()
         assert cause(reason) == "cancelled", reason
         producer.sent(name)
 
@@ -65,7 +69,8 @@ def test_in_the_middle(sidecars: list[Watched], engines: tuple[Engine, Engine]) 
         consumer.client.fetch(name, offer(producer, name, range(SMALL)), list(other.blocks))
         assert consumer.received(name) is None
         assert other.equals(producer, range(SMALL))
-        assert aborted.keeps(MINE)
+        assert aborted.share() == there
+        assert not handed_on or aborted.keeps(MINE)
     for sidecar in sidecars:
         sidecar.until_idle()
     assert aborted.keeps(MINE, seconds=0.5)

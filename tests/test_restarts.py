@@ -19,7 +19,6 @@ from kvagent.soak.traffic import Traffic
 from kvagent.soak.world import World
 
 KINDS = ("SIGKILL worker", "SIGKILL scheduler", "SIGKILL leader", "SIGKILL follower")
-SHORT, LONG = 2, 20
 BOUND = 60.0
 """Against hangs; what is seen is a few seconds."""
 
@@ -86,7 +85,7 @@ class Pair:
         Console(width=100).print(table)
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     pair = Pair(tmp_path, tcp=request.param == "tcp")
     with pair.world:
@@ -94,13 +93,15 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
         yield pair
 
 
-COUNTS = [
-    pytest.param(SHORT, marks=pytest.mark.timeout(300)),
-    pytest.param(LONG, marks=[pytest.mark.slow, pytest.mark.timeout(2400)]),
-]
+def rounds(short: int, long: int, *transports: str) -> pytest.MarkDecorator:
+    """The short form for CI over the named transports, the long one over both."""
+    slow = [pytest.mark.slow, pytest.mark.timeout(3600)]
+    cases = [pytest.param(name, short, marks=pytest.mark.timeout(300)) for name in transports]
+    cases += [pytest.param(name, long, marks=slow) for name in ("shm", "tcp")]
+    return pytest.mark.parametrize(("pair", "count"), cases, indirect=["pair"])
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@rounds(1, 20, "shm", "tcp")
 def test_under_load(pair: Pair, count: int) -> None:
     pair.traffic.running = True
     pair.until(lambda: sum(pair.traffic.good.values()) >= 5, "no traffic")
@@ -110,11 +111,11 @@ def test_under_load(pair: Pair, count: int) -> None:
                 fault = pair.restart(kind, side)
                 pair.until(lambda f=fault: f.recovered is not None, "not served again")  # type: ignore[misc]
     pair.end()
-    pair.show("Under load: seconds from the kill to the first good fetch")
+    pair.show("Under load: seconds until served again")
     assert len(pair.faults.done) == count * 2 * len(KINDS)
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@rounds(1, 5, "shm")
 def test_idle(pair: Pair, count: int) -> None:
     assert pair.fetch()
     for _ in range(count):
@@ -122,6 +123,10 @@ def test_idle(pair: Pair, count: int) -> None:
             for side in ("p", "c"):
                 fault = pair.restart(kind, side)
                 pair.until(lambda f=fault: f.back is not None, "not up")  # type: ignore[misc]
-                assert pair.fetch(), f"{fault.kind}: {dict(pair.traffic.failed)}"
+                # A follower's news take up to a second to get to its leader: a ticket that is made
+                # before that is refused.
+                until = time.monotonic() + BOUND
+                while not pair.fetch():
+                    assert time.monotonic() < until, f"{fault.kind}: {pair.traffic.failed}"
     pair.end()
-    pair.show("Idle: seconds from the kill to the first good fetch")
+    pair.show("Idle: seconds until served again")

@@ -12,9 +12,17 @@ from kvagent.memory.host import HostMemory
 from kvagent.soak.pool import Pool
 from kvagent.soak.report import show
 from kvagent.soak.run import Soak
-from kvagent.soak.shapes import HEADS, LAYERS, RankMemory, Shape, consumers, pattern, producers
+from kvagent.soak.shapes import (
+    CONSUMERS,
+    HEADS,
+    LAYERS,
+    PRODUCERS,
+    RankMemory,
+    Shape,
+    pattern,
+)
 
-SHAPES = [*producers([False] * 3, [False] * 3), *consumers([False] * 3, [False] * 3)]
+SHAPES = [*PRODUCERS, *CONSUMERS]
 SPANS = [(11, 16), (22, 70)]
 
 

@@ -15,16 +15,18 @@ from collections.abc import Awaitable
 from importlib.metadata import version
 
 from kvagent.agent import http
-from kvagent.agent.follower import Follower
+from kvagent.agent.follower import Follower, orphan_seconds
 from kvagent.agent.leader import Leader
 from kvagent.agent.local_server import Connection, LocalServer
 from kvagent.agent.rank import FabricFactory, OwnedCache, Rank
 from kvagent.config import Config
 from kvagent.core.compare import differences
 from kvagent.core.layout import MemoryRange, allocate
+from kvagent.core.lease import LeaseState
 from kvagent.errors import AgentError, GeometryError, KVAgentError, ProtocolError
 from kvagent.fabric.place import read_place
 from kvagent.memory.host import HostMemory, MappedMemory
+from kvagent.visible.watch import Watch
 from kvagent.wire.control import Control
 from kvagent.wire.messages import (
     AbortPart,
@@ -80,8 +82,9 @@ class Agent:
     def __init__(self, config: Config, make_fabric: FabricFactory) -> None:
         self.config = config
         self.control = Control(config.chaos)
+        self.watch = Watch()
         self.rank = Rank(config, self.control, make_fabric, self._identity_changed)
-        self.leader = Leader(config, self.control, self.rank)
+        self.leader = Leader(config, self.control, self.rank, self.watch)
         self.leader.team.changed = self._team_changed
         self.follower: Follower | None = None
         self.local = LocalServer(self._on_local, self._gone)
@@ -145,8 +148,18 @@ class Agent:
                 await self.leader.team.close_gone()
                 self.rank.sweep(time.monotonic())
                 await self.rank.peers.sweep(time.monotonic())
+                self._sample()
             except Exception:
                 log.exception("the clock's work failed")
+
+    def _sample(self) -> None:
+        ended = self.leader.fetches.ended
+        self.watch.sample(
+            read=self.rank.counts.landed,
+            lent=self.leader.leases.ended[LeaseState.COMPLETED.value],
+            good=ended["ok"],
+            failed=ended.total() - ended["ok"],
+        )
 
     # ------------------------------------------------------------ identity
 
@@ -190,6 +203,9 @@ class Agent:
                 tp_size=me.info.tp_size,
                 epoch=team.epoch,
                 lease_seconds=self.config.lease_seconds,
+                orphan_seconds=(
+                    orphan_seconds(self.config.fence_seconds) if me.world_size > 1 else 0.0
+                ),
             )
         )
 
@@ -293,6 +309,7 @@ class Agent:
                 self._scheduler is None and not message.keep_cache
             ):  # the old engine's; it had the same names for its requests
                 self.leader.outbox.clear()
+                self.leader.borrower.mute()
             connection.send(JoinAccepted(endpoint=self.rank.endpoint, version=VERSION))
         elif connection is not self._worker:
             raise AgentError("join() comes first")

@@ -13,14 +13,18 @@ import time
 import uuid
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
 
 from kvagent.agent.causes import cause_text
 from kvagent.agent.deals import Deals
+from kvagent.agent.follower import orphan_seconds
 from kvagent.agent.outbox import Outbox
 from kvagent.agent.peers import Session
+from kvagent.agent.progress import Progress
 from kvagent.agent.rank import Rank
 from kvagent.agent.team import Member, Team
-from kvagent.config import Config
+from kvagent.config import Config, join_address
 from kvagent.core.aggregator import KVOutputAggregator
 from kvagent.core.fetch import Action, Event, FetchState, FetchTable
 from kvagent.core.fetch import Fetch as FetchRecord
@@ -29,6 +33,8 @@ from kvagent.core.ledger import written_blocks
 from kvagent.core.output import KVConnectorOutput
 from kvagent.core.stats import FetchStats, ReadStats
 from kvagent.errors import BlockInUseError, KVAgentError, ProtocolError
+from kvagent.visible.events import FetchEnd
+from kvagent.visible.watch import Watch
 from kvagent.wire.codec import unpack_blocks
 from kvagent.wire.messages import (
     MAX_RENEWALS,
@@ -71,17 +77,41 @@ class Running:
     """What must not be used when it fails."""
     shares: dict[int, ReadStats] = field(default_factory=dict)
     """By rank; a rank may report twice."""
+    own: Progress = field(default_factory=Progress)
+    """Of this sidecar's own rank."""
+    muted: bool = False
+    """Nobody is there who would know the request."""
+    left_until: float | None = None
+    """Set when the engine started afresh: by then other ranks have stopped reading for it."""
+    failed_in: FetchState | None = None
+    """The state that it was in when the first thing went wrong."""
+    failed_rank: int | None = None
+
+
+class Transfer(NamedTuple):
+    """A fetch under way, for people; `own`: this sidecar's own rank."""
+
+    record: FetchRecord
+    message: Fetch
+    own: Progress
 
 
 class Borrower:
     def __init__(
-        self, config: Config, rank: Rank, team: Team, fetches: FetchTable, outbox: Outbox
+        self,
+        config: Config,
+        rank: Rank,
+        team: Team,
+        fetches: FetchTable,
+        outbox: Outbox,
+        watch: Watch,
     ) -> None:
         self.config = config
         self.rank = rank
         self.team = team
         self.fetches = fetches
         self.outbox = outbox
+        self.watch = watch
         self.bytes_received = 0
         self._aggregator: KVOutputAggregator | None = None
         self._world_size = 0
@@ -189,16 +219,39 @@ class Borrower:
 
     def start_afresh(self, world_size: int) -> None:
         """The engine is another one (or none: 0): nothing of the old one is fetched any more."""
+        others = self._world_size > 1
+        until = self._now() + (orphan_seconds(self.config.fence_seconds) if others else 0.0)
         for running in list(self._running.values()):
+            if running.left_until is None:
+                running.left_until = until
             self._feed(running, Event.CANCEL, "reset: the engine started afresh")
-            # Other ranks may still read, into the memory of an engine that is no more.
-            if not running.record.terminal and self.rank.abort_part(running.part_id).done:
-                self._feed(running, Event.RANKS_DONE)
+            if running.session is not None:  # nothing more is said of it to the producer
+                running.session.let_go()
+                running.session = None
+        if not others:
+            self._end_left()
         self._aggregator, self._world_size = None, world_size
         if world_size:
             self._aggregator = KVOutputAggregator(
                 world_size, world_size=world_size, max_age=float("inf")
             )
+
+    def mute(self) -> None:
+        """What is still open was fetched by a scheduler that is gone with its engine: its requests
+        mean nothing to the next one."""
+        for running in self._running.values():
+            running.muted = True
+
+    def _end_left(self) -> None:
+        """Reports fetches of an engine that is no more, once no rank writes for them: our own is
+        asked, and other ranks have stopped when they have all joined anew, or after a while."""
+        joined = self._aggregator is not None and self.team.complete
+        for running in list(self._running.values()):
+            if running.left_until is None or running.record.terminal:
+                continue
+            others_stopped = joined or self._now() >= running.left_until
+            if others_stopped and self.rank.abort_part(running.part_id).done:
+                self._feed(running, Event.RANKS_DONE)
 
     def member_lost(self, index: int, why: str) -> None:
         """A rank's sidecar is dead or a new one; its fabric cannot write any more."""
@@ -219,6 +272,7 @@ class Borrower:
             if not record.terminal and not record.fenced and now >= fence_at:
                 record.fenced = True
                 self._background(self._fence(running))
+        self._end_left()
         self._renew_due(now)
 
     def _renew_due(self, now: float) -> None:
@@ -246,7 +300,12 @@ class Borrower:
     # ------------------------------------------------------------ carrying out
 
     def _feed(self, running: Running, event: Event, cause: str = "") -> None:
-        for action in self.fetches.feed(running.record, event, self._now(), cause):
+        record = running.record
+        before = record.state
+        actions = self.fetches.feed(record, event, self._now(), cause)
+        if record.cause and running.failed_in is None:
+            running.failed_in = before
+        for action in actions:
             self._act(running, action)
 
     def _act(self, running: Running, action: Action) -> None:
@@ -298,6 +357,8 @@ class Borrower:
 
     async def _claim(self, running: Running) -> None:
         record = running.record
+        if running.session is None:  # the engine started afresh before this began
+            return
         claim = Claim(
             transfer_id=record.transfer_id,
             token=record.token,
@@ -305,7 +366,6 @@ class Borrower:
             engine_id=self.rank.require_identity().info.engine_id,
             digest=ticket_digest(running.message.remote_blocks, running.message.num_tokens),
         )
-        assert running.session is not None
         cause, lease = await self._deals.ask(running.session, claim, running.message.epoch)
         if cause:
             self._feed(running, Event.CLAIM_REFUSED, cause)
@@ -316,10 +376,11 @@ class Borrower:
 
     async def _complete(self, running: Running) -> None:
         record = running.record
+        if running.session is None:
+            return
         complete = Complete(
             transfer_id=record.transfer_id, token=record.token, fetch_id=record.fetch_id
         )
-        assert running.session is not None
         cause, _ = await self._deals.ask(running.session, complete, running.message.epoch)
         if cause:
             self._feed(running, Event.COMPLETE_REFUSED, cause)
@@ -330,6 +391,7 @@ class Borrower:
         message = running.message
         part = Part(
             part_id=running.part_id,
+            leader=self.rank.require_identity().incarnation,
             engine_id=message.engine_id,
             host=message.host,
             port=message.port,
@@ -340,6 +402,7 @@ class Borrower:
             start_token=message.start_token,
         )
         self.rank.start_part(part, lambda part_id, state: self._rank_done(part_id, 0, state))
+        running.own = self.rank.counts.of(part.part_id) or running.own
         for member in self.team.followers():
             self._spawn(running, self._follow(running, member, part))
 
@@ -370,16 +433,19 @@ class Borrower:
         running = self._parts.get(part_id)
         if running is None or running.record.ranks_done:
             return
+        if running.left_until is not None:
+            self._end_left()
+            return
         if state.failure:
+            if not running.record.cause:
+                running.failed_rank = index
             self._feed(running, Event.RANK_FAILED, state.failure)
         output = KVConnectorOutput(finished_recving={part_id})
         if state.failure:
             output.failed_recving = {part_id: state.failure}
         if state.stats is not None:
             running.shares.setdefault(index, state.stats)
-        if self._aggregator is None:  # the engine started afresh: there is only our own rank left
-            self._feed(running, Event.RANKS_DONE, state.failure or "reset: no cache any more")
-            return
+        assert self._aggregator is not None  # or it was left behind
         reports = [RankReport() for _ in range(self._world_size)]
         reports[index].kv_connector_output = output
         combined = self._aggregator.aggregate(reports)
@@ -422,17 +488,35 @@ class Borrower:
         if record.cause:
             for group in unpack_blocks(running.local_blocks):
                 blocks |= set(group.tolist())
-            log.warning(
-                "fetch failed: request=%s transfer=%s fetch=%s peer=%s address=%s:%d cause=%s",
-                record.request_id,
-                record.transfer_id,
-                record.fetch_id,
-                record.peer,
-                running.message.host,
-                running.message.port,
-                record.cause,
-            )
-        self.outbox.received(record.request_id, record.cause, stats, blocks)
+        self.watch.fetch_ended(self._end_of(running, stats, now))
+        if not running.muted:
+            self.outbox.received(record.request_id, record.cause, stats, blocks)
+
+    def _end_of(self, running: Running, stats: FetchStats | None, now: float) -> FetchEnd:
+        record, message = running.record, running.message
+        return FetchEnd(
+            request_id=record.request_id,
+            transfer_id=record.transfer_id,
+            fetch_id=record.fetch_id,
+            peer=record.peer,
+            address=join_address(message.host, message.port),
+            num_tokens=message.num_tokens - message.start_token,
+            seconds=now - record.started,
+            cause=record.cause,
+            stage=running.failed_in.value if running.failed_in is not None else "",
+            rank=running.failed_rank,
+            nbytes=stats.bytes if stats is not None else running.own.done,
+            wanted=stats.bytes if stats is not None else running.own.total,
+            stats=stats,
+            traceparent=message.traceparent,
+        )
+
+    def transfers(self, limit: int) -> list[Transfer]:
+        """Those under way, the oldest first."""
+        return [
+            Transfer(running.record, running.message, running.own)
+            for running in islice(self._running.values(), limit)
+        ]
 
     async def _fence(self, running: Running) -> None:
         part_id = running.part_id

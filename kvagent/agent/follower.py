@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from kvagent.agent.identity import Identity
 from kvagent.agent.rank import Rank
 from kvagent.config import split_address
 from kvagent.errors import KVAgentError
-from kvagent.wire.messages import JoinLeader, PartDone, PartState
+from kvagent.wire.messages import JoinLeader, PartDone, PartState, Welcomed
 from kvagent.wire.peer import PeerClient
 
 log = logging.getLogger("kvagent.follower")
 
 EVERY = 1.0
 """Seconds between signs of life."""
+PATIENCE = 5.0
+"""Seconds of silence after which the leader is taken for dead: what is read for it ends."""
+
+
+def orphan_seconds(fence_seconds: float) -> float:
+    """How long after its leader's death a follower may write, at the most: until it has noticed,
+    what it posted has ended or is fenced off, and before that others had their time to finish."""
+    return PATIENCE + EVERY * 4 + 2 * fence_seconds + 1.0
 
 
 class Follower:
@@ -31,26 +40,40 @@ class Follower:
         self._client = PeerClient(rank.control, host, port)
         self._tasks: set[asyncio.Task[None]] = set()
         self.joined = False
+        self._ending: asyncio.Task[None] | None = None
         self._keep(asyncio.create_task(self._live()))
 
     async def _live(self) -> None:
-        said = ""
+        said, heard = "", time.monotonic()
         while True:
             message = JoinLeader(
                 engine_id=self._me.info.engine_id,
                 attached=self._attached(),
+                reading_for=tuple(self._rank.reading_for()),
                 shape=self._me.shape,
                 card=self._me.card(),
             )
             try:
-                await self._client.call(message, timeout=EVERY * 3, again=EVERY)
-                self.joined, said = True, ""
+                answer = await self._client.call(message, timeout=EVERY * 3, again=EVERY)
+                self.joined, said, heard = True, "", time.monotonic()
+                if isinstance(answer, Welcomed):
+                    self._end_parts(answer.leader, "the leader started afresh")
             except KVAgentError as error:
                 self.joined = False
                 if str(error) != said:
                     said = str(error)
                     log.warning("leader: %s", error)
+                if time.monotonic() - heard > PATIENCE or await self._client.is_dead():
+                    self._end_parts("", "the leader is gone")
             await asyncio.sleep(EVERY)
+
+    def _end_parts(self, but_of: str, why: str) -> None:
+        """Nobody waits for them any more, and a new leader may not go on before they have ended."""
+        over = self._ending is None or self._ending.done()
+        if over and self._rank.reading_for() - {but_of}:
+            log.warning("%s: what is read for it ends", why)
+            self._ending = asyncio.create_task(self._rank.end_parts(but_of, why))
+            self._keep(self._ending)
 
     def part_done(self, part_id: str, state: PartState) -> None:
         """Tells the leader at once; if this is lost, the leader asks."""

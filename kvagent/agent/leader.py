@@ -20,6 +20,7 @@ from kvagent.config import Config
 from kvagent.core.fetch import FetchState, FetchTable
 from kvagent.core.lease import LeaseTable
 from kvagent.core.ledger import Ledger
+from kvagent.visible.watch import Watch
 from kvagent.wire.codec import unpack_blocks
 from kvagent.wire.control import Control
 from kvagent.wire.messages import Fetch, Offer
@@ -28,7 +29,7 @@ log = logging.getLogger("kvagent.leader")
 
 
 class Leader:
-    def __init__(self, config: Config, control: Control, rank: Rank) -> None:
+    def __init__(self, config: Config, control: Control, rank: Rank, watch: Watch) -> None:
         self._rank = rank
         self.team = Team(control, self._member_lost)
         self.ledger = Ledger()
@@ -36,7 +37,7 @@ class Leader:
         self.fetches = FetchTable(self.ledger)
         self.outbox = Outbox()
         self.lender = Lender(self.leases, self.outbox, lambda: self.team.epoch)
-        self.borrower = Borrower(config, rank, self.team, self.fetches, self.outbox)
+        self.borrower = Borrower(config, rank, self.team, self.fetches, self.outbox, watch)
         self.draining = False
         self.quiesced = False
 

@@ -21,6 +21,7 @@ from kvagent.config import Config, join_address
 from kvagent.core.plan import ReadPlan, assign, make_plan
 from kvagent.errors import HandshakeError, KVAgentError, PeerGoneError
 from kvagent.fabric.base import Fabric, Prepared, RemoteAgent
+from kvagent.fabric.witness import UNKNOWN, Carried
 from kvagent.wire.control import Control
 from kvagent.wire.messages import Hello, Meet, Met, RankCard, Welcome
 from kvagent.wire.peer import PeerClient
@@ -41,6 +42,8 @@ class Source:
     plan: ReadPlan
     prepared: Prepared
     staged: tuple[Staged, ...]
+    carried: Carried | None = None
+    """What was last said of its transport."""
 
     def __str__(self) -> str:
         return f"rank (tp {self.card.tp_rank}, pp {self.card.pp_rank})"
@@ -72,6 +75,12 @@ class Session:
         self.users -= 1
         if self.users == 0:
             self.idle.set()
+
+    def open_sources(self) -> list[Source]:
+        """The remote ranks whose memory is open here now."""
+        task = self.sources
+        done = task is not None and task.done() and not task.cancelled()
+        return task.result() if done and task and task.exception() is None else []
 
     @property
     def epoch(self) -> str:
@@ -237,6 +246,30 @@ class PeerBook:
         if not isinstance(answer, Met):
             raise HandshakeError(f"{client} answered Meet with {type(answer).__name__}")
         return await self.remotes.open(answer.metadata, self.config.handshake_timeout)
+
+    def note_transport(self, session: Session, source: Source) -> Carried | None:
+        """What carries the reads from a source; says so in the log when that is news."""
+        carried = source.remote.carried
+        if carried is not None and carried.final and carried is not source.carried:
+            source.carried = carried
+            where = f"reads from engine {session.engine_id}, {source}, go by {carried.transport}"
+            if self.unexpected(carried):
+                log.warning(
+                    "%s, and expected_transport is %s: %s; `kvagent doctor --peer` says more",
+                    where,
+                    " or ".join(self.config.expected_transport),
+                    carried.why,
+                )
+            else:
+                rate = carried.rate / 1e9
+                log.info("%s: %d bytes at %.2f GB/s", where, carried.nbytes, rate)
+        return carried
+
+    def unexpected(self, carried: Carried | None) -> bool:
+        """Whether it is known to be another transport than the settings expect."""
+        expected = self.config.expected_transport
+        known = carried is not None and carried.final and carried.transport != UNKNOWN
+        return bool(known and expected and carried and carried.transport not in expected)
 
     # ------------------------------------------------------------ endings
 

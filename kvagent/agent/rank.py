@@ -21,6 +21,7 @@ import msgspec
 from kvagent.agent.causes import cause_text
 from kvagent.agent.identity import Identity
 from kvagent.agent.peers import PeerBook
+from kvagent.agent.progress import Counts, Progress
 from kvagent.agent.staging import Route, Staging
 from kvagent.config import Config, join_address
 from kvagent.core.compare import differences, engine_shape
@@ -51,6 +52,8 @@ MAX_RUNNING_PARTS = 16384
 class PartRun:
     """A part that runs or ran here. `task` is None when it was aborted before it came."""
 
+    leader: str
+    """Incarnation of the leader that it is read for."""
     cancelled: CancelFlag
     task: asyncio.Task[PartState] | None
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
@@ -89,6 +92,7 @@ class Rank:
     cache: OwnedCache | None = None
     """None also when the engine owns the memory."""
     bytes_read: int = 0
+    counts: Counts = field(default_factory=Counts)
     fences: int = 0
     _fencing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -250,8 +254,11 @@ class Rank:
         if run is None:
             if self.reading() >= MAX_RUNNING_PARTS:
                 return PartState(done=True, failure="failed: too many parts at once")
-            run = PartRun(CancelFlag(), None)
-            run.task = asyncio.create_task(self._run(part, run, done))
+            run = PartRun(part.leader, CancelFlag(), None)
+            address = join_address(part.host, part.port)
+            progress = Progress(part.engine_id, address, time.monotonic())
+            self.counts.start(part.part_id, progress)
+            run.task = asyncio.create_task(self._run(part, run, progress, done))
             self._parts[part.part_id] = run
         return run.result or PartState(done=False)
 
@@ -259,11 +266,30 @@ class Rank:
         """Posts nothing more of a part; also of one that has yet to come."""
         run = self._parts.get(part_id)
         if run is None:
-            run = PartRun(CancelFlag(), None, forget_at=time.monotonic() + KEEP_PARTS)
+            run = PartRun("", CancelFlag(), None, forget_at=time.monotonic() + KEEP_PARTS)
             run.result = PartState(done=True, failure="cancelled: before it started")
             self._parts[part_id] = run
         run.stop("cancelled")
         return run.result or PartState(done=False)
+
+    def reading_for(self) -> set[str]:
+        """The leaders whose parts are not over."""
+        return {run.leader for run in self._parts.values() if run.result is None}
+
+    async def end_parts(self, but_of: str, why: str) -> None:
+        """Ends the parts of every leader but one; afterwards none of them can write."""
+        old = {
+            part_id: run
+            for part_id, run in self._parts.items()
+            if run.result is None and run.leader != but_of
+        }
+        for run in old.values():
+            run.stop(why)
+        tasks = {run.task for run in old.values() if run.task is not None}
+        if tasks:
+            await asyncio.wait(tasks, timeout=self.config.fence_seconds)
+        for part_id in old:
+            await self.fence(part_id)
 
     async def fence(self, part_id: str) -> None:
         """Ends a part whose peer hangs, by a new fetching agent; afterwards it cannot write.
@@ -303,11 +329,14 @@ class Rank:
         return sum(run.result is None for run in self._parts.values())
 
     async def _run(
-        self, part: Part, run: PartRun, done: Callable[[str, PartState], None]
+        self,
+        part: Part,
+        run: PartRun,
+        progress: Progress,
+        done: Callable[[str, PartState], None],
     ) -> PartState:
-        started = time.monotonic()
         try:
-            stats = await self._read(part, run, started)
+            stats = await self._read(part, run, progress)
             state = PartState(done=True, stats=stats)
             self.bytes_read += stats.nbytes
         except asyncio.CancelledError:
@@ -317,13 +346,14 @@ class Rank:
         except Exception as error:
             log.exception("part %s", part.part_id)
             state = PartState(done=True, failure=f"internal: {error}")
+        self.counts.end(part.part_id)
         run.result = state
         run.forget_at = time.monotonic() + KEEP_PARTS
         run.task = None  # it holds the message, and the block ids in it
         done(part.part_id, state)
         return state
 
-    async def _read(self, part: Part, run: PartRun, started: float) -> ReadStats:
+    async def _read(self, part: Part, run: PartRun, progress: Progress) -> ReadStats:
         await self._unless_stopped(run, self._gate.wait())
         greet = partial(self.peers.greet, part.engine_id, part.host, part.port, part.epoch)
         session = await self._unless_stopped(run, greet())
@@ -343,15 +373,19 @@ class Rank:
                 staging.route(source, source.plan.locate(local_blocks, remote_blocks, *span))
                 for source in sources
             ]
-            wait = time.monotonic() - started
+            progress.total = sum(route.nbytes for route in routes)
+            wait = time.monotonic() - progress.started
             results = await asyncio.gather(
-                *(self._read_source(staging, route, run.cancelled) for route in routes),
+                *(self._read_source(staging, route, run.cancelled, progress) for route in routes),
                 return_exceptions=True,
             )
             for route, result in zip(routes, results, strict=True):
                 if isinstance(result, PeerGoneError):
                     self.peers.remotes.broke(route.source.remote)
                     self.peers.forget(session)
+                elif isinstance(result, ReadStats):
+                    carried = self.peers.note_transport(session, route.source)
+                    self.counts.read(carried, result.nbytes, result.descriptors)
         finally:
             session.let_go()
         # A read that was stopped because its sibling failed is not the cause.
@@ -379,10 +413,10 @@ class Rank:
             task.cancel()
 
     async def _read_source(
-        self, staging: Staging, route: Route, cancelled: CancelFlag
+        self, staging: Staging, route: Route, cancelled: CancelFlag, progress: Progress
     ) -> ReadStats:
         try:
-            return await staging.read(route, cancelled)
+            return await staging.read(route, cancelled, progress)
         except KVAgentError:
             cancelled.cancel("cancelled: another source of this fetch failed")
             raise

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 
 import uvloop
 
@@ -14,6 +13,7 @@ from kvagent.agent.agent import Agent
 from kvagent.config import Config
 from kvagent.errors import ConfigError
 from kvagent.fabric.base import Fabric
+from kvagent.visible import logs, spans
 
 log = logging.getLogger("kvagent")
 
@@ -33,11 +33,8 @@ def serve(config: Config) -> None:
         # UCX listens on every interface unless it is told otherwise. This sidecar is for this
         # host, and so is its data plane. (Not when embedded: the engine may use UCX itself.)
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=config.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-    )
+    logs.configure(config.log_level, config.log_format)
+    spans.start(os.environ)
     uvloop.run(_serve(config))
 
 

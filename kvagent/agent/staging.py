@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvagent.agent.progress import Progress
 from kvagent.core.assign import Assignment
 from kvagent.core.permute import Bytes
 from kvagent.core.plan import ReadPlan, Selection
 from kvagent.core.regions import MemoryRange, RankLayout
-from kvagent.core.staged import Chunk, StagedPart, StagedTrack
+from kvagent.core.staged import Chunk, StagedPart, StagedTrack, remote_blocks
 from kvagent.core.staging import AREAS, Buffer, plan_staging, short_tracks
 from kvagent.core.stats import ReadStats
 from kvagent.core.track import Granules, Track
@@ -60,6 +61,14 @@ class Route:
     source: Source
     direct: Selection
     staged: tuple[tuple[Staged, Granules], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are wanted."""
+        plan = self.source.plan
+        return self.direct.nbytes + sum(
+            plan.measure(staged.track.track, granules)[0] for staged, granules in self.staged
+        )
 
 
 class Staging:
@@ -140,38 +149,48 @@ class Staging:
         direct = {track: found[track] for track in found if track not in away}
         return Route(source, source.plan.pick(direct), tuple(staged))
 
-    async def read(self, route: Route, cancelled: CancelFlag) -> ReadStats:
+    async def read(self, route: Route, cancelled: CancelFlag, progress: Progress) -> ReadStats:
         """Reads a whole route. Raises what `Fabric.read` does, and as late: when nothing of it can
         write any more."""
         reads: list[Awaitable[ReadStats]] = [
-            self._read_staged(route.source, staged, granules, cancelled)
+            self._read_staged(route.source, staged, granules, cancelled, progress)
             for staged, granules in route.staged
         ]
         if route.direct.descriptors or not reads:
-            reads.append(self._fabric.read(route.source.prepared, route.direct, cancelled))
+            reads.append(
+                self._fabric.read(route.source.prepared, route.direct, cancelled, progress.direct)
+            )
         total = ReadStats()
         for stats in await _every([_start(read, cancelled) for read in reads], cancelled):
             total = total.merge(stats)
         return total
 
     async def _read_staged(
-        self, source: Source, staged: Staged, granules: Granules, cancelled: CancelFlag
+        self,
+        source: Source,
+        staged: Staged,
+        granules: Granules,
+        cancelled: CancelFlag,
+        progress: Progress,
     ) -> ReadStats:
         begin = time.monotonic()
+        nbytes = source.plan.measure(staged.track.track, granules)[0]
+        steps = staged.track.work(len(remote_blocks(granules)), nbytes).steps
         running: list[asyncio.Future[ReadStats]] = []
         try:
-            for part, prepared, chunk in _chunks(staged, granules):
+            for step, (part, prepared, chunk) in enumerate(_chunks(staged, granules)):
                 if cancelled.cancelled:
                     break
                 area = await self._take_area()
                 if area is None:
                     log.warning("the staging buffer is held up: reading %s directly", source)
                     selection = source.plan.pick({staged.track.track: granules})
-                    read = self._fabric.read(source.prepared, selection, cancelled)
+                    read = self._fabric.read(source.prepared, selection, cancelled, progress.direct)
                     running.append(_start(read, cancelled))
                     break
+                share = nbytes * (step + 1) // steps - nbytes * step // steps
                 work = self._read_chunk(part, prepared, chunk, area, cancelled)
-                running.append(_start(work, cancelled))
+                running.append(_start(_counted(work, progress, share), cancelled))
         except BaseException:
             cancelled.cancel("cancelled: the read was given up")
             await settled(asyncio.gather(*running, return_exceptions=True), cancelled)
@@ -181,7 +200,7 @@ class Staging:
             raise ReadCancelled(cancelled.reason)
         wait = done[0].wait if done else 0.0
         return ReadStats(
-            nbytes=source.plan.measure(staged.track.track, granules)[0],
+            nbytes=nbytes,
             descriptors=sum(stats.descriptors for stats in done),
             staged=sum(stats.staged for stats in done),
             wait=wait,
@@ -228,6 +247,12 @@ class Staging:
             wait=stats.wait,
             post=stats.post,
         )
+
+
+async def _counted(work: Awaitable[ReadStats], progress: Progress, share: int) -> ReadStats:
+    stats = await work
+    progress.staged(share)
+    return stats
 
 
 def _chunks(staged: Staged, granules: Granules) -> Iterator[tuple[StagedPart, Prepared, Chunk]]:

@@ -36,6 +36,8 @@ class Member:
     client: PeerClient
     last_seen: float
     lost: bool = False
+    orphans: bool = False
+    """It still reads for a leader before this one."""
 
 
 class Team:
@@ -92,6 +94,7 @@ class Team:
             return Refused(code="mismatch", message=text, differences=found)
         card.layout.validate()
         self._refused.pop(index, None)
+        orphans = any(leader != me.incarnation for leader in message.reading_for)
         known = self._members.get(index)
         if known is None and not message.attached:
             return Refused(code="detached", message="that rank's worker is gone")
@@ -101,6 +104,7 @@ class Team:
                 known.lost = True
             client = PeerClient(self._control, card.host, card.port)
             self._members[index] = Member(index, card, message.shape, client, now)
+            self._members[index].orphans = orphans
             self._generation += 1
             if known is not None and known.card.incarnation != card.incarnation:
                 self._lost(index, "restarted")
@@ -108,6 +112,7 @@ class Team:
             self._notify()
         else:
             known.last_seen = now
+            known.orphans = orphans
             self._notify_if_changed(now)
         return Welcomed(leader=me.incarnation)
 
@@ -153,7 +158,14 @@ class Team:
 
     @property
     def complete(self) -> bool:
-        return self._me is not None and len(self._members) == self._me.world_size - 1
+        return (
+            self._me is not None
+            and len(self._members) == self._me.world_size - 1
+            and not self._busy()
+        )
+
+    def _busy(self) -> list[int]:
+        return [member.index for member in self._members.values() if member.orphans]
 
     def missing(self) -> str:
         """Why `complete` is false, for people."""
@@ -161,7 +173,8 @@ class Team:
             return "rank 0 has no cache registered yet"
         absent = [i for i in range(1, self._me.world_size) if i not in self._members]
         if not absent:
-            return ""
+            busy = self._busy()
+            return f"ranks {busy} still read for the leader before" if busy else ""
         refused = [
             f"rank {i} was refused: {self._refused[i]}" for i in absent if i in self._refused
         ]

@@ -131,8 +131,8 @@ class Fragmentation(str, Enum):
         if self is Fragmentation.contiguous:
             return np.arange(blocks, dtype=np.int32)
         if self is Fragmentation.half:
-            pairs = rng.permutation(-(-blocks // 2)).astype(np.int32)
-            table: Ids = (pairs[:, None] * 2 + np.arange(2, dtype=np.int32)).ravel()
+            pairs = rng.permutation(-(-blocks // 2))
+            table = (pairs[:, None] * 2 + np.arange(2)).ravel().astype(np.int32)
             return table[table < blocks]
         return rng.permutation(blocks).astype(np.int32)
 
@@ -163,13 +163,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         if min(self.producer_tp, self.consumer_tp, self.concurrency) < 1:
             raise ConfigError("tensor-parallel sizes and concurrency are 1 or more")
 
-    @classmethod
-    def of_bytes(cls, nbytes: int, *, shape: Shape, **facts: object) -> Workload:
-        """As many tokens as make about `nbytes` bytes in all at the consumer."""
-        plan = msgspec.convert({"name": "", "tokens": 1 << 30, **facts, "shape": shape}, cls)
-        per_block = shape.bytes_per_token(plan.consumer_tp) * plan.block_size
-        blocks = max(1, round(nbytes / plan.concurrency / per_block))
-        return msgspec.structs.replace(plan, tokens=blocks * plan.block_size)
+    def resized(self, nbytes: int) -> Workload:
+        """The same with as many tokens as make about `nbytes` bytes in all at the consumer."""
+        per_block = self.shape.bytes_per_token(self.consumer_tp) * self.block_size
+        blocks = max(1, round(nbytes / self.concurrency / per_block))
+        return msgspec.structs.replace(self, tokens=blocks * self.block_size)
 
     @property
     def blocks(self) -> int:

@@ -80,6 +80,11 @@ class EmbeddedAgent:
         """See `WorkerClient.register_kv_caches`; here the tensors may lie anywhere."""
         self._worker.register_kv_caches(tensors, specs)
 
+    def wait_lost(self, timeout: float | None = None) -> bool:
+        """See `WorkerClient.wait_lost`: here it is the end of the agent's thread."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
     # ------------------------------------------------------------ scheduler
 
     def wait_ready(self, timeout: float = 30.0) -> None:

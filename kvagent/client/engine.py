@@ -69,6 +69,7 @@ class EngineClient:
         self._quiesced: Quiesced | None = None
         self._failure: KVAgentError | None = None
         self._lost = False
+        self._lost_at = 0.0
         self._broken: AgentError | None = None
         self._draining = False
         self._wake_read, self._wake_write = socket.socketpair()
@@ -155,6 +156,7 @@ class EngineClient:
                 remote_blocks=parsed.blocks,
                 local_blocks=local_blocks,
                 start_token=start_token,
+                traceparent=parsed.traceparent,
             )
         )
         self._fetching[request_id] = local_blocks
@@ -181,8 +183,10 @@ class EngineClient:
     def step(self) -> KVConnectorOutput:
         """Everything that ended since the last call, each request once.
 
-        When the sidecar is gone, everything open is reported as ended. Raises `AgentError` when
-        the connection broke while the sidecar lives: then it may still write into blocks.
+        When the sidecar is gone, everything open is reported as ended: at once, but for fetches of
+        an engine with several ranks, whose other sidecars have to stop first (about 20 s). Raises
+        `AgentError` when the connection broke while the sidecar lives: then it may still write
+        into blocks.
         """
         if self._broken is not None:
             raise self._broken
@@ -294,15 +298,19 @@ class EngineClient:
         self._send(Ack(seq=self._acked))
 
     def _fail_all(self, out: KVConnectorOutput) -> None:
-        """The sidecar is dead, and with it all that could read or write our blocks; or it ended
-        the connection, and before that every fetch and every lease."""
+        """The sidecar is dead, and with it its leases and all that could write our blocks; or it
+        ended the connection, and before that every fetch and every lease. Other ranks' sidecars
+        take a while to notice: only then are fetches reported."""
         out.finished_sending = (out.finished_sending or set()) | set(self._offered) or None
+        self._offered.clear()
+        orphan_seconds = self._ready.orphan_seconds if self._ready is not None else 0.0
+        if time.monotonic() < self._lost_at + orphan_seconds:
+            return
         out.finished_recving = (out.finished_recving or set()) | set(self._fetching) or None
         for request_id, blocks in self._fetching.items():
             out.failed_recving[request_id] = "agent_lost: the sidecar of this engine is gone"
             for group in unpack_blocks(blocks):
                 out.invalid_block_ids.update(group.tolist())
-        self._offered.clear()
         self._fetching.clear()
 
     def _send(self, message: Local) -> None:
@@ -356,7 +364,7 @@ class EngineClient:
                 log.error("connection to the sidecar failed: %s", error)
             finally:
                 with self._send_lock:
-                    self._lost = True
+                    self._lost, self._lost_at = True, time.monotonic()
                     self._socket.close()
                 with self._changed:
                     self._changed.notify_all()

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvagent.errors import BlockRangeError, TicketError
+from kvagent.visible.trace import checked, current_traceparent
 from kvagent.wire.codec import MAX_BLOCKS, BlockIds, pack_blocks, unpack_blocks
 from kvagent.wire.messages import PROTOCOL, Ready
 
@@ -27,6 +28,8 @@ class Inner(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Name
     protocol: int
     lease_seconds: float
+    traceparent: Any = ""
+    """W3C trace context of the request; anything that is none is taken for none."""
 
 
 class Outer(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +52,7 @@ class Ticket:
     token: bytes
     num_tokens: int
     blocks: tuple[bytes, ...]
+    traceparent: str = ""
 
 
 def make_ticket(
@@ -59,7 +63,9 @@ def make_ticket(
     block_ids: BlockIds,
     num_tokens: int,
 ) -> dict[str, Any]:
-    """The dict for `kv_transfer_params`."""
+    """The dict for `kv_transfer_params`. With OpenTelemetry in use, it names the span that the
+    calling thread is in."""
+    traceparent = current_traceparent()
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -76,6 +82,7 @@ def make_ticket(
             "epoch": ready.epoch,
             "protocol": PROTOCOL,
             "lease_seconds": ready.lease_seconds,
+            **({"traceparent": traceparent} if traceparent else {}),
         },
     }
 
@@ -116,4 +123,5 @@ def read_ticket(ticket: Mapping[str, Any]) -> Ticket:
         token=bytes.fromhex(outer.kvagent.token),
         num_tokens=outer.kvagent.num_tokens,
         blocks=blocks,
+        traceparent=checked(outer.kvagent.traceparent),
     )

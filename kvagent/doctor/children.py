@@ -42,16 +42,19 @@ def run_child(
     timeout: float = CHILD_SECONDS,
 ) -> Outcome[T]:
     """`python -m kvagent.doctor.MODULE`; `environ` on top of our own environment."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", f"kvagent.doctor.{module}", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env={**os.environ, **environ},
-        start_new_session=True,
-    )
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"kvagent.doctor.{module}", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env={**os.environ, **environ},
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Outcome(None, f"it did not start: {error}", "")
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

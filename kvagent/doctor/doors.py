@@ -22,6 +22,7 @@ from kvagent.wire.messages import Presence
 __all__ = ["Door", "check_doors", "look_at_doors"]
 
 DIAL_SECONDS = 3.0
+IN_USE = os.strerror(errno.EADDRINUSE)
 
 
 class Door(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +62,8 @@ async def _control_door(config: Config) -> Door:
             dialled = (config.advertised_host(), listener.getsockname()[1])
             error = await asyncio.to_thread(_dial_back, listener, *dialled)
         return msgspec.structs.replace(door, dialled=join_address(*dialled), dial_error=error)
+    if taken != IN_USE:
+        return door
     local = "127.0.0.1" if host in ("*", "0.0.0.0") else "::1" if host == "::" else host
     here = await ask(local, port, DIAL_SECONDS)
     if not isinstance(here, Presence):
@@ -140,6 +143,6 @@ def check_doors(doors: Sequence[Door], *, this_host_only: bool) -> Iterator[Find
 
 
 def _unbound(door: Door) -> str:
-    if door.taken == os.strerror(errno.EADDRINUSE):
+    if door.taken == IN_USE:
         return f"free it (ss -ltnp shows who has it), or give another one with --{door.setting}"
     return f"give an address of this host with --{door.setting}"

@@ -26,9 +26,8 @@ CONNECT_SECONDS = 30.0
 WATCH = {"UCX_PROTO_INFO": "y"}
 """For the environment of the process that reads: UCX then says what it decided, to `carriers`."""
 
-_READ = re.compile(
-    r"\| (\S+?)/\S* .*cfg#.*\n.*\| remote memory read by ucp_get.*\n((?:.*[|+].*\n?)*)"
-)
+_TITLE = re.compile(r"\| (\S+?)/\S* .*cfg#\d")
+_OPERATION = re.compile(r"\| (.*) by ucp_")
 _WAY = re.compile(r"\| *\S+\.\.inf *\|[^|]*\| *([^|]*?) *\|")
 
 
@@ -97,8 +96,12 @@ def carriers(log: str) -> dict[str, str]:
     """By the fabric's name: the transport and device that carried its largest reads, "cma/memory",
     from UCX's log; the last one that it decided on. A fabric of which it says nothing is absent."""
     found: dict[str, str] = {}
-    for name, table in _READ.findall(log):
-        ways = _WAY.findall(table)
-        if ways:
-            found[name] = ways[-1]
+    name = operation = ""
+    for line in log.splitlines():
+        if title := _TITLE.search(line):
+            name, operation = title[1], ""
+        elif described := _OPERATION.search(line):
+            operation = described[1]
+        elif operation == "remote memory read" and (way := _WAY.search(line)):
+            found[name] = way[1]
     return found

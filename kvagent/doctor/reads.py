@@ -59,7 +59,7 @@ def check_peer(
             "is that the leader's control address (--bind), and does no firewall stand between?",
         )
         return
-    same_host = bool(here.boot_id) and here.boot_id == presence.place.boot_id
+    same_host = bool(here.same_host(presence.place))
     engine = f"engine {presence.engine_id!r}" if presence.engine_id else "no engine yet"
     found = f"kvagent {presence.version}, {engine}, {'this' if same_host else 'another'} host"
     if presence.shape is None:
@@ -71,7 +71,12 @@ def check_peer(
         )
         return
     if peer.error:
-        yield Finding(check, Severity.ERROR, f"{found}; {peer.error}")
+        yield Finding(
+            check,
+            Severity.ERROR,
+            f"{found}; {peer.error}",
+            "run the same kvagent on both sides; the peer's log may say more",
+        )
         return
     yield Finding(check, Severity.OK, f"{found}; the handshake works; ranks: {len(peer.ranks)}")
     if this_host_only and not same_host:

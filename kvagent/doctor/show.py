@@ -23,7 +23,7 @@ from kvagent.doctor.selfread import READER, SelfRead
 from kvagent.doctor.software import check_nixl, check_python, check_torch, check_ucx
 from kvagent.doctor.transports import check_cuda, check_memlock, check_transports
 
-__all__ = ["check_machine", "examine"]
+__all__ = ["check_machine", "examine", "print_findings"]
 
 Progress = Callable[[str], object]
 
@@ -44,7 +44,7 @@ def examine(config: Config, peers: Sequence[str], *, as_json: bool) -> int:
         report = {"worst": worst(findings), "findings": findings}
         print(msgspec.json.encode(report).decode())
     else:
-        _print(findings)
+        print_findings(findings)
     return worst(findings)
 
 
@@ -108,21 +108,27 @@ def _ask_ucx(environ: Mapping[str, str]) -> Ucx:
     return msgspec.structs.replace(ucx, warnings=ucx_warnings(outcome.log))
 
 
-def _print(findings: Sequence[Finding]) -> None:
-    from rich.console import Console
+def _printable(text: str) -> str:
+    """Some of it is what a peer said, who shall not get at the terminal."""
     from rich.markup import escape
+
+    return escape("".join(letter if letter.isprintable() else " " for letter in text))
+
+
+def print_findings(findings: Sequence[Finding]) -> None:
+    """As a table, with the number of the bad ones."""
+    from rich.console import Console
     from rich.table import Table
 
     table = Table("check", "")
-    for title in ("found", "what to do"):
-        table.add_column(title, overflow="fold")
+    table.add_column("found, and what to do about it", overflow="fold")
     for finding in findings:
         style = STYLES.get(finding.severity, "bold red")
+        todo = f"\n[bold]-> {_printable(finding.todo)}[/]" if finding.todo else ""
         table.add_row(
-            finding.check,
+            _printable(finding.check),
             f"[{style}]{finding.severity.value}[/]",
-            escape(finding.found),
-            escape(finding.todo),
+            _printable(finding.found) + todo,
         )
     console = Console()
     console.print(table)

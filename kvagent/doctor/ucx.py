@@ -21,7 +21,7 @@ __all__ = ["look", "parse_context"]
 
 _FEATURES = 0x1  # UCP_PARAM_FIELD_FEATURES
 _RMA_AMO_WAKEUP_AM = 0x2 | 0x4 | 0x10 | 0x40
-_RESOURCE = re.compile(r"#\s+resource\s+\d+\s+:.*--\s+(\S+?)/(\S+)\s*$", re.MULTILINE)
+_RESOURCE = re.compile(r"^#\s+resource\s.*\sflags\s+\S+\s+(\S+?)/(\S+)\s*$", re.MULTILINE)
 
 
 class _Params(ctypes.Structure):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal, Protocol, TypeVar
 
 import msgspec
@@ -29,6 +29,8 @@ import numpy.typing as npt
 from kvagent.core.regions import MemoryRange
 from kvagent.core.stats import ReadStats
 from kvagent.errors import FabricError, HandshakeError
+from kvagent.fabric.place import Place
+from kvagent.fabric.witness import Carried
 
 __all__ = [
     "PROBE_BYTES",
@@ -42,6 +44,7 @@ __all__ = [
     "Selection",
     "check_metadata",
     "check_probe",
+    "ignore",
     "settled",
 ]
 
@@ -69,6 +72,8 @@ class PeerMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     probe_address: Annotated[int, msgspec.Meta(ge=0)]
     probe_digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
     options: dict[str, str]
+    place: Place | None = None
+    """Where the process runs; it decides nothing but what people are told of the transport."""
 
 
 def check_metadata(meta: PeerMetadata, options: Mapping[str, str]) -> None:
@@ -88,6 +93,10 @@ def check_probe(meta: PeerMetadata, probe: bytes) -> None:
     """Raises `HandshakeError` unless `probe` is what the peer's memory holds."""
     if hashlib.sha256(probe).digest() != meta.probe_digest:
         raise HandshakeError(f"the probe read from {meta.agent} is not what it promised")
+
+
+def ignore(nbytes: int) -> None:
+    """For who does not want to know how far a read has got."""
 
 
 class CancelFlag:
@@ -112,6 +121,11 @@ class RemoteAgent:
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+    @property
+    def carried(self) -> Carried | None:
+        """What carried its bytes; None when that is not known, or not yet."""
+        return None
 
 
 class Prepared:
@@ -177,9 +191,15 @@ class Fabric(Protocol):
         same N and lengths on both sides, one kind of memory and one device per side."""
 
     async def read(
-        self, prepared: Prepared, selection: Selection, cancelled: CancelFlag
+        self,
+        prepared: Prepared,
+        selection: Selection,
+        cancelled: CancelFlag,
+        landed: Callable[[int], None] = ignore,
     ) -> ReadStats:
-        """Raises `ReadCancelled`, `PeerGoneError` (disconnect, and connect anew), another
+        """`landed` is told of the bytes of each piece that has arrived, on whatever thread.
+
+        Raises `ReadCancelled`, `PeerGoneError` (disconnect, and connect anew), another
         `FabricError`, or, with nothing posted, `BlockRangeError` (an index that was not prepared)
         or `GeometryError` (the two sides do not fit together)."""
 

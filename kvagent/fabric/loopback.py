@@ -14,7 +14,7 @@ import hashlib
 import random
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +35,7 @@ from kvagent.fabric.base import (
     Selection,
     check_metadata,
     check_probe,
+    ignore,
     settled,
 )
 from kvagent.fabric.pieces import Piece, Rows, split
@@ -179,12 +180,16 @@ class LoopbackFabric:
         return prepared
 
     async def read(
-        self, prepared: Prepared, selection: Selection, cancelled: CancelFlag
+        self,
+        prepared: Prepared,
+        selection: Selection,
+        cancelled: CancelFlag,
+        landed: Callable[[int], None] = ignore,
     ) -> ReadStats:
         self._check_handle(prepared)
         assert isinstance(prepared, _Prepared)
         pieces = split(prepared.local, prepared.remote_rows, selection, self._piece_bytes)
-        task = asyncio.ensure_future(self._run(prepared, selection, pieces, cancelled))
+        task = asyncio.ensure_future(self._run(prepared, selection, pieces, cancelled, landed))
         self._active[task] = prepared.remote
         task.add_done_callback(lambda done: self._active.pop(done, None))
         return await settled(task, cancelled)
@@ -202,7 +207,12 @@ class LoopbackFabric:
     # ------------------------------------------------------------ the copying
 
     async def _run(
-        self, prepared: _Prepared, selection: Selection, pieces: list[Piece], cancelled: CancelFlag
+        self,
+        prepared: _Prepared,
+        selection: Selection,
+        pieces: list[Piece],
+        cancelled: CancelFlag,
+        landed: Callable[[int], None],
     ) -> ReadStats:
         begin = time.perf_counter()
         target = self._target(prepared.remote)
@@ -214,6 +224,7 @@ class LoopbackFabric:
             if number in target.faults.fail:
                 raise FabricError(f"read {number} was ordered to fail")
             self._copy(target, self._spans(prepared, piece))
+            landed(piece.nbytes)
         if number in target.faults.corrupt:
             self._damage([span for piece in pieces for span in self._spans(prepared, piece)])
         self._check_wanted(prepared.remote, cancelled)

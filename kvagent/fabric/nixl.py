@@ -33,6 +33,7 @@ from kvagent.fabric.base import (
     Selection,
     check_metadata,
     check_probe,
+    ignore,
     settled,
 )
 from kvagent.fabric.pieces import Rows
@@ -160,13 +161,17 @@ class NixlFabric:
         )
 
     async def read(
-        self, prepared: Prepared, selection: Selection, cancelled: CancelFlag
+        self,
+        prepared: Prepared,
+        selection: Selection,
+        cancelled: CancelFlag,
+        landed: Callable[[int], None] = ignore,
     ) -> ReadStats:
         future: asyncio.Future[ReadStats] = self._future()
         now = time.monotonic()
         resolve = self._resolver(future)
         self._submit(
-            lambda worker: worker.read(prepared, selection, cancelled, now, resolve), future
+            lambda worker: worker.read(prepared, selection, cancelled, landed, now, resolve), future
         )
         return await settled(future, cancelled)
 

@@ -23,6 +23,12 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     user_namespace: Name
     uid: int
 
+    def same_host(self, other: Place | None) -> bool | None:
+        """None when that cannot be told."""
+        if other is None or not (self.boot_id and other.boot_id):
+            return None
+        return self.boot_id == other.boot_id
+
 
 def read_place(root: Path = Path("/")) -> Place:
     """This process's."""

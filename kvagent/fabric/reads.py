@@ -19,8 +19,9 @@ from typing import Generic, Protocol, TypeVar
 
 from kvagent.core.stats import ReadStats
 from kvagent.errors import FabricError, PeerGoneError
-from kvagent.fabric.base import CancelFlag, ReadCancelled
+from kvagent.fabric.base import CancelFlag, ReadCancelled, ignore
 from kvagent.fabric.pieces import Piece
+from kvagent.fabric.witness import Watched, Witness
 
 __all__ = ["Peer", "Poster", "Read", "ReadQueue", "UncertainError"]
 
@@ -47,6 +48,7 @@ class Peer:
     name: str
     inflight: int = 0
     gone: bool = False
+    watched: Watched = field(default_factory=Watched)
 
 
 @dataclass(eq=False, slots=True)
@@ -60,6 +62,8 @@ class Read(Generic[L]):
     cancelled: CancelFlag
     submitted: float
     resolve: Callable[[ReadStats | FabricError], None]
+    landed: Callable[[int], None] = ignore
+    """Told of the bytes of every piece that has arrived."""
     inflight: list[tuple[int, int]] = field(default_factory=list)
     """(handle, bytes) of the pieces posted and not terminal."""
     error: FabricError | None = None
@@ -74,15 +78,23 @@ class Read(Generic[L]):
 class ReadQueue(Generic[L]):
     """All unresolved reads of one agent. `window` is in bytes, `clock` in seconds."""
 
-    def __init__(self, poster: Poster[L], window: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        poster: Poster[L],
+        window: int,
+        clock: Callable[[], float],
+        witness: Witness | None = None,
+    ) -> None:
         self.reads: deque[Read[L]] = deque()
         self.uncertain: UncertainError | None = None
         """Set when only `abort` can make sure that nothing is in flight."""
         self._poster = poster
         self._window = window
         self._clock = clock
+        self._witness = witness or Witness(dict)
 
     def add(self, read: Read[L]) -> None:
+        self._witness.begin(id(read), read.peer.watched)
         self.reads.append(read)
 
     def busy(self, peer: Peer) -> bool:
@@ -98,6 +110,7 @@ class ReadQueue(Generic[L]):
         """Resolves every read. Only when the agent is destroyed: nothing is in flight any more."""
         reads, self.reads = self.reads, deque()
         for read in reads:
+            self._witness.end(id(read), 0, 0.0)
             read.resolve(read.error or error)
 
     def step(self) -> bool:
@@ -146,6 +159,8 @@ class ReadQueue(Generic[L]):
                     continue
             except FabricError as error:
                 self._failed(read, error)
+            else:
+                read.landed(nbytes)
             self._poster.free(handle)
             read.inflight.remove((handle, nbytes))
             read.peer.inflight -= nbytes
@@ -163,11 +178,12 @@ class ReadQueue(Generic[L]):
         if self.uncertain is not None:
             return
         self.reads.remove(read)
+        now = self._clock()
+        begin = read.first_post or now  # an empty read posts nothing
+        self._witness.end(id(read), 0 if read.error else read.nbytes, now - begin)
         if read.error is not None:
             read.resolve(read.error)
             return
-        now = self._clock()
-        begin = read.first_post or now  # an empty read posts nothing
         read.resolve(
             ReadStats(
                 nbytes=read.nbytes,

@@ -31,9 +31,12 @@ from kvagent.fabric.base import (
     Prepared,
     RemoteAgent,
     Selection,
+    ignore,
 )
 from kvagent.fabric.pieces import NO_EXTRA, Piece, Rows, split
+from kvagent.fabric.place import Place, read_place
 from kvagent.fabric.reads import Peer, Read, ReadQueue
+from kvagent.fabric.witness import Carried, Witness
 
 __all__ = ["NixlPrepared", "NixlRemote", "NixlWorker"]
 
@@ -47,9 +50,10 @@ _FIRST = np.zeros(1, np.int32)
 class NixlRemote(RemoteAgent):
     """A peer, the page its probe is read into, and what was prepared for it."""
 
-    def __init__(self, meta: PeerMetadata) -> None:
+    def __init__(self, meta: PeerMetadata, here: Place) -> None:
         super().__init__(meta.agent)
         self.peer = Peer(meta.agent)
+        self.peer.watched.same_host = here.same_host(meta.place)
         self.landing = np.zeros(PROBE_BYTES, np.uint8)
         self.prepared: set[NixlPrepared] = set()
         self.probe = PreparedLists(
@@ -61,6 +65,10 @@ class NixlRemote(RemoteAgent):
         """Released, but a read may still use them."""
         self.forgotten: list[Callable[[], None]] = []
         """To be called when its last read is terminal and NIXL has dropped it."""
+
+    @property
+    def carried(self) -> Carried | None:
+        return self.peer.watched.carried
 
     @property
     def landing_range(self) -> MemoryRange:
@@ -89,6 +97,8 @@ class NixlWorker:
         self._leaving: set[NixlRemote] = set()
         """Remotes with something to let go once they have no read."""
         self._broken: FabricError | None = None
+        self._place = read_place()
+        self._witness = Witness()
         self._serving = self._new_agent("serve")
         self._serving.register([MemoryRange(self._canary.ctypes.data, PROBE_BYTES)])
         self._open()
@@ -97,7 +107,7 @@ class NixlWorker:
         self._fetching = self._new_agent("fetch")
         self._fetching.register(self._ranges)
         self.queue: ReadQueue[PreparedLists] = ReadQueue(
-            self._fetching, self._inflight_bytes, time.monotonic
+            self._fetching, self._inflight_bytes, time.monotonic, self._witness
         )
 
     def _new_agent(self, role: str) -> NixlAgent:
@@ -129,6 +139,7 @@ class NixlWorker:
         self._leaving.clear()
         remotes, self._remotes = self._remotes, {}
         for remote in remotes.values():
+            self._witness.forget(remote.peer.watched)
             for done in remote.forgotten:
                 done()
 
@@ -163,6 +174,7 @@ class NixlWorker:
             probe_address=self._canary.ctypes.data,
             probe_digest=hashlib.sha256(self._canary.tobytes()).digest(),
             options=options,
+            place=self._place,
         )
 
     # ------------------------------------------------------------ peers
@@ -171,7 +183,8 @@ class NixlWorker:
         """A peer whose probe has still to be read."""
         if meta.agent in self._remotes:
             raise FabricError(f"{meta.agent} is connected already, or reads from it have to end")
-        remote = NixlRemote(meta)
+        remote = NixlRemote(meta, self._place)
+        self._witness.meet(remote.peer.watched)
         name = self._fetching.load(meta.blob)
         if name != meta.agent:
             self._fetching.forget(name)
@@ -188,7 +201,7 @@ class NixlWorker:
 
     def probe(self, remote: NixlRemote, cancelled: CancelFlag, resolve: Resolve) -> None:
         piece = Piece(PROBE_BYTES, _FIRST, _FIRST, NO_EXTRA)
-        self._add(remote, [(remote.probe, piece)], PROBE_BYTES, 1, cancelled, 0.0, resolve)
+        self._add(remote, [(remote.probe, piece)], PROBE_BYTES, 1, cancelled, ignore, 0.0, resolve)
 
     def forget(self, remote: RemoteAgent, done: Callable[[], None]) -> None:
         """Ends the peer's reads; `done` is called when it is forgotten, or was long ago."""
@@ -212,6 +225,7 @@ class NixlWorker:
         self._fetching.forget(remote.name)
         self._fetching.deregister(remote.landing_range)
         del self._remotes[remote.name]
+        self._witness.forget(remote.peer.watched)
         for done in remote.forgotten:
             done()
 
@@ -225,6 +239,7 @@ class NixlWorker:
         self._fetching.prepare(lists)
         prepared = NixlPrepared(known, lists)
         known.prepared.add(prepared)
+        known.peer.watched.gpu |= "vram" in (local_kind, remote_kind)
         return prepared
 
     def release(self, prepared: Prepared) -> None:
@@ -240,6 +255,7 @@ class NixlWorker:
         prepared: Prepared,
         selection: Selection,
         cancelled: CancelFlag,
+        landed: Callable[[int], None],
         submitted: float,
         resolve: Resolve,
     ) -> None:
@@ -255,6 +271,7 @@ class NixlWorker:
             selection.nbytes,
             selection.descriptors,
             cancelled,
+            landed,
             submitted,
             resolve,
         )
@@ -266,6 +283,7 @@ class NixlWorker:
         nbytes: int,
         descriptors: int,
         cancelled: CancelFlag,
+        landed: Callable[[int], None],
         submitted: float,
         resolve: Resolve,
     ) -> None:
@@ -278,6 +296,7 @@ class NixlWorker:
                 cancelled=cancelled,
                 submitted=submitted,
                 resolve=resolve,
+                landed=landed,
             )
         )
 

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvagent.soak.messages import DropPeer
-from kvagent.soak.traffic import Half, Traffic
-from kvagent.soak.world import SETTINGS, Engine, Part, World
+from kvagent.soak.parts import Engine, Part
+from kvagent.soak.traffic import Half, Traffic, clock
+from kvagent.soak.world import SETTINGS, World
 
 EVERY = 1.0
 """Seconds from one fault to the next, on average."""
@@ -102,6 +103,8 @@ class Faults:
         fault = self._kinds[kind](engine)
         if fault is not None:
             self.done.append(fault)
+            with (self.world.folder / "faults.log").open("a") as log:
+                log.write(f"{clock()} {kind}: {', '.join(fault.engines)}\n")
         return fault
 
     def open(self) -> list[Fault]:

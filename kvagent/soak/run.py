@@ -7,8 +7,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,17 +18,18 @@ from rich.console import Console
 
 from kvagent.soak.faults import Faults
 from kvagent.soak.messages import Check
+from kvagent.soak.parts import Sidecar
 from kvagent.soak.report import Memory, fault_rows
-from kvagent.soak.shapes import Shape, consumers, producers
+from kvagent.soak.shapes import CONSUMERS, PRODUCERS, Shape
 from kvagent.soak.traffic import Traffic
-from kvagent.soak.world import SETTINGS, Sidecar, World
+from kvagent.soak.world import SETTINGS, World
 
 Transport = Literal["shm", "tcp", "both"]
 
 SETTLE_SECONDS = sum(SETTINGS[name] for name in ("lease_seconds", "fetch_timeout", "fence_seconds"))
 SLACK_SECONDS = 10.0
 """On top: for questions that are asked again, and for a slow machine."""
-PROBES = 8
+PROBES = 20
 """Tries that a pair gets at the end, since messages may still be lost on purpose."""
 RESIDUE = {"leases": ("offered", "claimed", "parked"), "fetches": None, "parts_reading": None}
 """What of /status must be zero; None: all of it."""
@@ -46,16 +48,20 @@ class Soak:
         kinds = {"shm": [False] * 3, "tcp": [True] * 3, "both": [False, True, False]}[
             self.transport
         ]
-        sides = []
-        for make in (producers, consumers):
+
+        def mixed(side: Sequence[Shape]) -> list[Shape]:
             tcp = choose.sample(kinds, 3)
             chaos = choose.sample([self.chaos, self.chaos, False], 3)
-            sides.append(make(tcp, chaos))
-        return sides[0], sides[1]
+            slow = choose.sample([True, True, False], 3)
+            rows = zip(side, tcp, chaos, slow, strict=True)
+            return [replace(shape, tcp=t, chaos=c, slow=s) for shape, t, c, s in rows]
+
+        return mixed(PRODUCERS), mixed(CONSUMERS)
 
     def run(self) -> dict[str, Any]:
         """The result, as `report.show` takes it; logs are kept when it is not all well."""
         folder = Path(tempfile.mkdtemp(prefix="kvagent-soak-"))
+        print(f"seed {self.seed}, logs in {folder}", file=sys.stderr, flush=True)
         sources, sinks = self.shapes()
         choose = random.Random(self.seed + 1)
         spared = [choose.choice(sources).name, choose.choice(sinks).name]
@@ -94,7 +100,7 @@ class Soak:
             ],
             "requests": _requests(traffic),
             "pairs": {f"{p} -> {c}": number for (p, c), number in sorted(traffic.good.items())},
-            "refusals": len(world.refusals),
+            "told_to_wait": dict(Counter(world.refusals).most_common(10)),
             "compared_bytes": traffic.compared,
             "wrong_bytes": traffic.wrong_bytes,
             "settle_s": round(settled, 1),

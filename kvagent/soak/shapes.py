@@ -49,6 +49,8 @@ class Shape:
     tcp: bool = False
     chaos: bool = False
     """Its sidecars lose and delay control messages."""
+    slow: bool = False
+    """It reads a little at a time, so that much can happen in the middle."""
 
     @property
     def num_blocks(self) -> int:
@@ -75,20 +77,16 @@ class Shape:
         return tuple((sizes | {"head": HEADS // self.tp})[axis] for axis in self.axes)
 
 
-def producers(tcp: Sequence[bool], chaos: Sequence[bool]) -> list[Shape]:
-    return [
-        Shape("p0", 1, 16, HND, tcp[0], chaos[0]),
-        Shape("p1", 2, 8, NHD, tcp[1], chaos[1]),
-        Shape("p2", 1, 16, BLOCKS_FIRST_NHD, tcp[2], chaos[2]),
-    ]
-
-
-def consumers(tcp: Sequence[bool], chaos: Sequence[bool]) -> list[Shape]:
-    return [
-        Shape("c0", 1, 16, NHD, tcp[0], chaos[0]),
-        Shape("c1", 2, 16, HND, tcp[1], chaos[1]),
-        Shape("c2", 1, 32, BLOCKS_FIRST_HND, tcp[2], chaos[2]),
-    ]
+PRODUCERS = (
+    Shape("p0", 1, 16, HND),
+    Shape("p1", 2, 8, NHD),
+    Shape("p2", 1, 16, BLOCKS_FIRST_NHD),
+)
+CONSUMERS = (
+    Shape("c0", 1, 16, NHD),
+    Shape("c1", 2, 16, HND),
+    Shape("c2", 1, 32, BLOCKS_FIRST_HND),
+)
 
 
 class RankMemory:

@@ -29,7 +29,8 @@ from kvagent.soak.messages import (
     Sent,
     Wrong,
 )
-from kvagent.soak.world import SETTINGS, Engine, World
+from kvagent.soak.parts import Engine
+from kvagent.soak.world import SETTINGS, World
 
 KINDS = {
     "plain": 30,
@@ -130,8 +131,8 @@ class Traffic:
         consumer = consumer or choose.choice(self.consumers)
         request = f"{producer.name}-{next(self._numbers)}"
         tokens = choose.randrange(1, 400)
-        if choose.random() < 0.2:
-            tokens = choose.randrange(400, 2000)
+        if choose.random() < (0.6 if kind.startswith("cancel") else 0.15):
+            tokens = choose.randrange(400, 2500)
         spans = [(zlib.crc32(f"{request}/{self.seed}".encode()) | 1, tokens)]
         if kind == "prefix":
             prefix = zlib.crc32(f"{producer.name}/{choose.randrange(3)}".encode()) | 1
@@ -144,8 +145,6 @@ class Traffic:
             consumer.say(Cancel(request))
         self._add(Half(producer, request, "offer", time.monotonic()))
         producer.say(Offer(request, spans, 2 if kind == "two copies" else 1))
-        if kind in ("cancel offer", "cancel both"):
-            self._after(choose.expovariate(40), partial(self._cancel, producer, request, "offer"))
         return request
 
     def _with_ticket(self, request: str, message: Offered) -> None:
@@ -176,9 +175,14 @@ class Traffic:
         self._add(Half(consumer, name, "fetch", time.monotonic(), pair=pair, transfer=transfer))
         spare = self._random.choice((0, 0, 1))
         consumer.say(Fetch(name, ticket, plan.spans, plan.start_token, spare))
-        if plan.kind in ("cancel fetch", "cancel both"):
-            delay = self._random.expovariate(40)
-            self._after(delay, partial(self._cancel, consumer, name, "fetch"))
+        producer = self.world.engines[pair[0]]
+        for engine, what, kinds in (
+            (consumer, "fetch", ("cancel fetch", "cancel both")),
+            (producer, "offer", ("cancel offer", "cancel both")),
+        ):
+            if plan.kind in kinds:
+                delay = self._random.expovariate(1) * self._random.choice((0.002, 0.01, 0.05))
+                self._after(delay, partial(self._cancel, engine, name, what))
 
     def _cancel(self, engine: Engine, request: str, what: str) -> None:
         half = self._open.get((engine.name, request, what))
@@ -210,7 +214,8 @@ class Traffic:
             case Received():
                 self._received(engine, event)
             case Wrong():
-                self.wrong.append(f"{engine.name}: {event.text} ({event.nbytes} bytes)")
+                text = f"{clock()} {engine.name}: {event.text} ({event.nbytes} bytes)"
+                self.wrong.append(text)
                 self.wrong_bytes += event.nbytes
             case Checked():
                 self.checked[engine.name] = event.open
@@ -262,3 +267,8 @@ class Traffic:
         before = time.monotonic() - seconds
         halves = (half for half in self._open.values() if half.since < before)
         return [f"{half.what} {half.request} at {half.engine.name}" for half in halves]
+
+
+def clock() -> str:
+    """The time of day, as in the logs of the sidecars."""
+    return time.strftime("%H:%M:%S")

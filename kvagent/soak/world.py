@@ -5,7 +5,6 @@ Ports, sockets and caches stay the same. A death that nobody asked for is kept i
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -13,20 +12,18 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-import httpx
-
-from kvagent.demo.processes import Child, Children
+from kvagent.demo.processes import Children
 from kvagent.memory.host import HostMemory
-from kvagent.soak.engine import run_scheduler, run_worker
-from kvagent.soak.messages import Command, Event, Join, Pipe, Up
+from kvagent.soak.messages import Event, Join, Up
+from kvagent.soak.parts import Engine, Member, Part, Sidecar
+from kvagent.soak.scheduler import run_scheduler
 from kvagent.soak.shapes import Shape
+from kvagent.soak.worker import run_worker
 
 SETTINGS = {
     "lease_seconds": 3.0,
@@ -37,167 +34,11 @@ SETTINGS = {
     "drain_timeout": 2.0,
 }
 """Of every sidecar: short, so that what goes wrong is over soon."""
+SLOW = {"piece_bytes": 32 << 10, "inflight_bytes": 64 << 10}
 CHAOS = {"drop": 0.03, "duplicate": 0.03, "delay": 0.05, "reorder": 0.03, "delay_seconds": 0.3}
 START_SECONDS = 120.0
 PORTS = range(20000, 32000)
 """Below those that the kernel hands out by itself: nobody takes one while its owner restarts."""
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["kvagent.soak.engine"])
-
-
-@dataclass
-class Part:
-    """One process of an engine, in its present incarnation."""
-
-    name: str
-    up: bool = False
-    doomed: bool = False
-    """Somebody ended it on purpose."""
-    paused: bool = False
-    lives: int = 0
-    started: float = 0.0
-    log: Path = Path()
-
-    @property
-    def pid(self) -> int:
-        raise NotImplementedError
-
-    def exit_code(self) -> int | None:
-        """None while it lives; minus the signal's number."""
-        raise NotImplementedError
-
-    def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.doomed = True
-        self.signal(signal.SIGKILL)
-
-    def terminate(self) -> None:
-        """SIGTERM: a sidecar drains, and ends."""
-        self.doomed = True
-        self.signal(signal.SIGTERM)
-
-    def stop(self) -> None:
-        self.paused = True
-        self.signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self.paused = False
-        self.signal(signal.SIGCONT)
-
-    def _begin(self, folder: Path) -> None:
-        self.lives += 1
-        self.up = self.doomed = self.paused = False
-        self.started = time.monotonic()
-        self.log = folder / f"{self.name}.{self.lives}.log"
-
-
-@dataclass
-class Sidecar(Part):
-    """It is up when its worker has joined."""
-
-    command: Sequence[str] = ()
-    socket: str = ""
-    endpoint: str = ""
-    http: str = ""
-    child: Child | None = None
-
-    @property
-    def pid(self) -> int:
-        assert self.child is not None
-        return self.child.process.pid
-
-    def exit_code(self) -> int | None:
-        assert self.child is not None
-        return self.child.status()
-
-    def start(self, children: Children, folder: Path) -> None:
-        self._begin(folder)
-        self.child = children.start(self.log.stem, self.command)
-
-    def status(self) -> dict[str, Any]:
-        """What /status says."""
-        answer: dict[str, Any] = httpx.get(f"http://{self.http}/status", timeout=5).json()
-        return answer
-
-    def resident(self) -> int:
-        """Bytes of its own memory, shared memory (the cache) not counted."""
-        try:
-            with open(f"/proc/{self.pid}/status") as lines:
-                for line in lines:
-                    if line.startswith("RssAnon:"):
-                        return int(line.split()[1]) * 1024
-        except OSError:
-            pass
-        return 0
-
-
-@dataclass
-class Member(Part):
-    """A worker or the scheduler."""
-
-    process: BaseProcess | None = None
-    pipe: Pipe[Event] | None = None
-
-    @property
-    def pid(self) -> int:
-        assert self.process is not None
-        assert self.process.pid is not None
-        return self.process.pid
-
-    def exit_code(self) -> int | None:
-        assert self.process is not None
-        return self.process.exitcode
-
-    def start(self, folder: Path, target: Any, *arguments: Any) -> None:
-        self._begin(folder)
-        ours, theirs = _context.Pipe()
-        self.process = _context.Process(
-            target=target, args=(theirs, str(self.log), *arguments), daemon=True
-        )
-        self.process.start()
-        theirs.close()
-        self.pipe = Pipe(ours, Event)
-
-    def say(self, message: Command) -> None:
-        if self.pipe is not None:
-            try:
-                self.pipe.send(message)
-            except OSError:
-                pass  # it died; `tick` notices
-
-
-@dataclass
-class Engine:
-    shape: Shape
-    sidecars: list[Sidecar]
-    workers: list[Member]
-    scheduler: Member
-    memory: list[HostMemory]
-    backlog: list[Command] = field(default_factory=list)
-    """Kept for a scheduler that is stopped: it does not empty its pipe."""
-
-    @property
-    def name(self) -> str:
-        return self.shape.name
-
-    @property
-    def up(self) -> bool:
-        return all(part.up and not part.doomed for part in self.parts())
-
-    def parts(self) -> Iterator[Part]:
-        yield from self.sidecars
-        yield from self.workers
-        yield self.scheduler
-
-    def say(self, command: Command) -> None:
-        """To the scheduler."""
-        if self.scheduler.paused:
-            self.backlog.append(command)
-        else:
-            self.scheduler.say(command)
 
 
 @dataclass(frozen=True)
@@ -324,7 +165,8 @@ class World:
 
     def _make(self, shape: Shape, ports: list[int]) -> Engine:
         config = self.folder / f"{shape.name}.toml"
-        lines = [f"{name} = {value}" for name, value in SETTINGS.items()]
+        settings = SETTINGS | (SLOW if shape.slow else {})
+        lines = [f"{name} = {value}" for name, value in settings.items()]
         if shape.chaos:
             lines += ["[chaos]", f"seed = {self._random.randrange(1 << 30)}"]
             lines += [f"{name} = {value}" for name, value in CHAOS.items()]
@@ -364,7 +206,7 @@ class World:
 
     def _came_up(self, engine: Engine, member: Member, event: Up) -> None:
         member.up = True
-        self.refusals += [f"{member.name}: {refusal}" for refusal in event.refusals]
+        self.refusals += event.refusals
         if member in engine.workers:
             sidecar = engine.sidecars[engine.workers.index(member)]
             sidecar.up = sidecar.exit_code() is None
@@ -387,9 +229,10 @@ class World:
         code = part.exit_code()
         assert code is not None
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        crashes = (-signal.SIGABRT, -signal.SIGSEGV)
-        producer = engine.name.startswith("p")
-        known = isinstance(part, Sidecar) and producer and self._tcp and code in crashes
+        known = False
+        if isinstance(part, Sidecar) and engine.name.startswith("p") and self._tcp:
+            timed_out = "Endpoint timeout" in part.log.read_text(errors="replace")
+            known = code == -signal.SIGSEGV or (code == -signal.SIGABRT and timed_out)
         self.deaths.append(Death(part.name, how, part.log, known))
 
 

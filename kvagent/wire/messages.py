@@ -123,6 +123,8 @@ class Ready(Message, frozen=True, tag="ready"):
     tp_size: int
     epoch: str
     lease_seconds: float
+    orphan_seconds: float = 0.0
+    """After this sidecar's death other ranks' sidecars may write for so long."""
 
 
 class Offer(Message, frozen=True, tag="offer"):
@@ -135,7 +137,7 @@ class Offer(Message, frozen=True, tag="offer"):
 
 class Fetch(Message, frozen=True, tag="fetch"):
     """`remote_blocks` hold the tokens from 0, `local_blocks` too; `start_token` is the first
-    one to read."""
+    one to read. `traceparent` is the ticket's, or empty."""
 
     request_id: str
     engine_id: str
@@ -148,6 +150,7 @@ class Fetch(Message, frozen=True, tag="fetch"):
     remote_blocks: tuple[bytes, ...]
     local_blocks: tuple[bytes, ...]
     start_token: Count = 0
+    traceparent: str = ""
 
 
 class ReleaseTicket(Message, frozen=True, tag="release_ticket"):
@@ -260,6 +263,7 @@ class RankCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class JoinLeader(Message, frozen=True, tag="join_leader"):
     """Follower -> leader, once a second: it is also the sign of life. -> `Welcomed`.
 
+    `reading_for`: incarnations of the leaders whose parts are being read here.
     `attached`: the rank's worker process is there. When it is not, its cache is what a dead
     engine left, and no part of a new one.
     """
@@ -268,6 +272,7 @@ class JoinLeader(Message, frozen=True, tag="join_leader"):
     attached: bool
     shape: EngineShape
     card: RankCard
+    reading_for: Annotated[tuple[Id, ...], msgspec.Meta(max_length=64)] = ()
 
 
 class Welcomed(Message, frozen=True, tag="welcomed"):
@@ -392,6 +397,8 @@ class Part(Message, frozen=True, tag="part"):
     """
 
     part_id: Id
+    leader: Id
+    """Its incarnation: a part does not outlive its leader by long."""
     engine_id: Id
     host: Id
     port: int

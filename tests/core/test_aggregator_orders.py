@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from steps import Step
 
 from kvagent.core.aggregator import KVOutputAggregator
@@ -150,3 +153,124 @@ def test_forgotten_requests_leave_nothing_and_start_afresh(batches: list[tuple[i
     for request_id in "abc":
         aggregator.forget(request_id)
     assert aggregator.num_counting == 0
+
+
+# ---------------------------------------------------------------- aborts and the loss of ranks
+
+
+@dataclass(eq=False)
+class Part:
+    """What is known of one fetch: who has ended it, what went wrong first, whether it came out."""
+
+    name: str
+    ended: set[int] = field(default_factory=set)
+    failure: str | None = None
+    out: bool = False
+    forgotten: bool = False
+
+
+class LeaderMachine(RuleBasedStateMachine):
+    """As a leader uses it: a fetch has a name of its own, is handed to all ranks, and ends when
+    each has, or is lost. Ranks may say everything twice, and too late."""
+
+    parts = Bundle("parts")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aggregator = KVOutputAggregator(RANKS, world_size=RANKS, max_age=MAX_AGE)
+        self.all: list[Part] = []
+        self.seen: Counter[str] = Counter()
+
+    @rule(target=parts)
+    def start(self) -> Part:
+        self.all.append(Part(f"part-{len(self.all)}"))
+        return self.all[-1]
+
+    @rule(
+        said=st.lists(
+            st.tuples(st.integers(0, RANKS - 1), parts, st.sampled_from([None, None, "a", "b"])),
+            min_size=1,
+            max_size=6,
+        )
+    )
+    def ranks_end(self, said: list[tuple[int, Part, str | None]]) -> None:
+        """In one step, each of some parts, well or not, and perhaps not for the first time."""
+        self.step([(rank, part, why) for rank, part, why in said if not part.forgotten])
+
+    @rule(rank=st.integers(0, RANKS - 1))
+    def rank_is_lost(self, rank: int) -> None:
+        """The leader ends its shares in its name. What it said itself may still come."""
+        lost = [part for part in self.all if not part.out and not part.forgotten]
+        self.step([(rank, part, "lost") for part in lost])
+
+    @rule(part=parts, told=st.sets(st.integers(0, RANKS - 1)))
+    def abort(self, part: Part, told: set[int]) -> None:
+        """Some ranks have nothing in flight and end at once."""
+        if not part.forgotten:
+            self.step([(rank, part, "aborted") for rank in sorted(told)])
+
+    @rule(part=parts)
+    def forget(self, part: Part) -> None:
+        """The leader has reported it, or its engine is no more. Nothing of it is counted then."""
+        self.aggregator.forget(part.name)
+        part.forgotten = True
+
+    def step(self, said: list[tuple[int, Part, str | None]]) -> None:
+        outputs = [KVConnectorOutput() for _ in range(RANKS)]
+        first: dict[Part, str] = {}
+        for rank, part, why in sorted(said, key=lambda one: one[0]):
+            output = outputs[rank]
+            output.finished_recving = (output.finished_recving or set()) | {part.name}
+            part.ended.add(rank)
+            if why is not None:
+                # The last word of a rank within a step stands for it, the first rank's counts.
+                output.failed_recving[part.name] = why
+        for output in outputs:
+            for part in self.all:
+                if part.name in output.failed_recving:
+                    first.setdefault(part, output.failed_recving[part.name])
+        for part, why in first.items():
+            if part.failure is None and not part.out:
+                part.failure = why
+        result = self.aggregator.aggregate([step_of(output) for output in outputs])
+        assert result is not None
+        combined = result.kv_connector_output
+        complete = {
+            part
+            for part in self.all
+            if len(part.ended) == RANKS and not part.out and not part.forgotten
+        }
+        assert (combined.finished_recving or set()) == {part.name for part in complete}
+        assert combined.failed_recving == {
+            part.name: part.failure for part in complete if part.failure is not None
+        }
+        for part in complete:
+            part.out = True
+            self.seen[part.name] += 1
+            assert self.seen[part.name] == 1
+
+    @invariant()
+    def it_counts_what_is_under_way(self) -> None:
+        under_way = [p for p in self.all if p.ended and not p.out and not p.forgotten]
+        assert self.aggregator.num_counting == len(under_way)
+
+    def teardown(self) -> None:
+        """All ranks are lost: everything comes out that was not forgotten, and nothing stays."""
+        for rank in range(RANKS):
+            self.rank_is_lost(rank)
+        assert all(part.out or part.forgotten for part in self.all)
+        assert self.aggregator.num_counting == 0
+        for part in self.all:
+            self.aggregator.forget(part.name)
+        for tally in (self.aggregator._sending, self.aggregator._recving):
+            kept = (tally.counts, tally._complete, tally._done, tally._done_before)
+            assert not any(kept)
+
+
+TestLeaders = LeaderMachine.TestCase
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+class TestLeadersAtLength(LeaderMachine.TestCase):
+    settings = settings(max_examples=10 * settings.default.max_examples, stateful_step_count=100)

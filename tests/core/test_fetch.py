@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvagent.core.fetch import Action, Event, Fetch, FetchState, FetchTable
+from kvagent.core.ledger import Ledger
+from kvagent.core.regions import CacheGroup
+from kvagent.errors import BlockInUseError
 
 
 def fetch(request: str = "r", deadline: float = 60.0) -> Fetch:
@@ -18,7 +22,6 @@ def fetch(request: str = "r", deadline: float = 60.0) -> Fetch:
         peer="p",
         started=0.0,
         deadline=deadline,
-        num_blocks=3,
     )
 
 
@@ -108,18 +111,67 @@ def test_any_order_of_events(events: list[tuple[Event, str]]) -> None:
         assert tail.count(Action.REPORT) == 1
 
 
-def test_table() -> None:
-    table = FetchTable()
-    one, two = fetch("a", 5), fetch("b", 9)
+@pytest.fixture
+def ledger() -> Ledger:
+    ledger = Ledger()
+    ledger.know([CacheGroup(index=0, block_size=4, num_blocks=8)])
+    return ledger
+
+
+@pytest.fixture
+def table(ledger: Ledger) -> FetchTable:
+    return FetchTable(ledger)
+
+
+def add(table: FetchTable, request: str, *blocks: int, deadline: float = 60.0) -> Fetch:
+    one = fetch(request, deadline)
     assert table.add(one)
-    assert table.add(two)
+    table.reserve(one, {0: np.array(blocks, np.int32)})
+    return one
+
+
+def test_table(table: FetchTable) -> None:
+    one, two = add(table, "a", deadline=5), add(table, "b", deadline=9)
     assert not table.add(fetch("a"))
     assert table.of_request("a") is one
+    assert table.get("f-b") is two
     assert table.overdue(6) == [one]
-    run(one, Event.CONNECTED, (Event.CANCEL, "cancelled: x"))
-    assert table.counts()["quarantined_blocks"] == 3
-    run(one, Event.RANKS_DONE)
+    assert table.counts()["connecting"] == 2
+    table.feed(one, Event.CANCEL, 6, "cancelled: x")
     table.remove(one)
     assert table.of_request("a") is None
     assert table.ended == {"cancelled": 1}
     assert len(table) == 1
+    assert add(table, "a") is not one, "the request may be fetched again"
+
+
+def test_blocks_are_kept_until_the_last_rank_is_terminal(table: FetchTable, ledger: Ledger) -> None:
+    one = add(table, "a", 1, 2, 3)
+    assert ledger.counts()["reserved"] == 3
+    table.feed(one, Event.CONNECTED, 1)
+    assert ledger.counts()["in_flight"] == 3
+    table.feed(one, Event.CANCEL, 2, "cancelled")
+    assert ledger.counts()["quarantined"] == 3
+    assert table.feed(one, Event.RANKS_DONE, 3) == [Action.REPORT]
+    assert ledger.counts()["free"] == 8
+
+
+def test_blocks_are_in_flight_until_the_producer_says_that_they_are_good(
+    table: FetchTable, ledger: Ledger
+) -> None:
+    one = add(table, "a", 1)
+    for event in (Event.CONNECTED, Event.RANKS_DONE, Event.CLAIM_HELD):
+        table.feed(one, event, 1)
+        assert ledger.counts()["in_flight"] == 1
+    table.feed(one, Event.COMPLETE_HELD, 2)
+    assert ledger.counts()["free"] == 8
+
+
+def test_a_fetch_that_may_not_have_its_blocks_holds_none(table: FetchTable, ledger: Ledger) -> None:
+    add(table, "a", 1, 2)
+    two = fetch("b")
+    table.add(two)
+    with pytest.raises(BlockInUseError, match="block 2 of group 0 is reserved"):
+        table.reserve(two, {0: np.array([2, 3], np.int32)})
+    assert table.feed(two, Event.CONNECT_FAILED, 1, "block_in_use: x")[-1] is Action.REPORT
+    assert ledger.counts() | {"reserved": 2, "free": 6} == ledger.counts()

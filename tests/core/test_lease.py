@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvagent.core.lease import LeaseTable, Verdict, ticket_digest
+from kvagent.core.ledger import BlockState, Ledger
+from kvagent.core.regions import CacheGroup
+from kvagent.errors import BlockInUseError
 
 BLOCKS = (b"\x01\0\0\0\x02\0\0\0",)
 DIGEST = ticket_digest(BLOCKS, 8)
@@ -12,9 +16,21 @@ TOKEN = b"t" * 16
 
 
 @pytest.fixture
-def table() -> LeaseTable:
+def ledger() -> Ledger:
+    ledger = Ledger()
+    ledger.know([CacheGroup(index=0, block_size=4, num_blocks=8)])
+    return ledger
+
+
+@pytest.fixture
+def table(ledger: Ledger) -> LeaseTable:
     return LeaseTable(
-        lease_seconds=10, park_seconds=2, tombstone_seconds=100, max_parked=3, max_tombstones=5
+        lease_seconds=10,
+        ledger=ledger,
+        park_seconds=2,
+        tombstone_seconds=100,
+        max_parked=3,
+        max_tombstones=5,
     )
 
 
@@ -27,14 +43,16 @@ def claim(table: LeaseTable, now: float, fetch: str = "f", transfer: str = "t") 
     return table.claim(now, transfer, TOKEN, fetch, DIGEST)
 
 
-def test_offer_claim_complete_gives_the_blocks_back_once(table: LeaseTable) -> None:
+def test_offer_claim_complete_gives_the_blocks_back_once(table: LeaseTable, ledger: Ledger) -> None:
     offer(table)
+    assert ledger.counts()["offered"] == 2
     assert claim(table, 1) is Verdict.HELD
+    assert ledger.counts()["claimed"] == 2
     assert table.take_finished() == set()
     assert table.complete(2, "t", TOKEN, "f") is Verdict.HELD
     assert table.take_finished() == {"r"}
     assert table.take_finished() == set()
-    assert table.counts()["blocks"] == 0
+    assert ledger.counts()["free"] == 8
 
 
 def test_second_deliveries_are_answered_as_the_first(table: LeaseTable) -> None:
@@ -172,3 +190,51 @@ def test_request_with_two_offers_is_finished_when_both_are(table: LeaseTable) ->
     assert table.take_finished() == set()
     table.release(1, "b", TOKEN, "")
     assert table.take_finished() == {"r"}
+
+
+def test_request_offered_again_is_not_finished(table: LeaseTable) -> None:
+    """The first lease ran out, and a late claim noticed before anybody asked what is finished."""
+    offer(table, 0, "a")
+    assert claim(table, 11, "f", "a") is Verdict.EXPIRED
+    offer(table, 11, "b")
+    assert table.take_finished() == set(), "its blocks are lent"
+    table.release(12, "b", TOKEN, "")
+    assert table.take_finished() == {"r"}
+
+
+def test_blocks_that_are_written_are_not_lent(table: LeaseTable, ledger: Ledger) -> None:
+    fetch = ledger.reserve({0: np.array([2], np.int32)})
+    assert claim(table, 0) is None, "it waits for the offer"
+    with pytest.raises(BlockInUseError, match="block 2 of group 0 is reserved"):
+        table.offer(1, "t", TOKEN, "r", BLOCKS, 8)
+    assert table.answer_parked(1, "t") == ("f", Verdict.REFUSED)
+    assert table.complete(1, "t", TOKEN, "f") is Verdict.REFUSED
+    assert table.take_finished() == {"r"}, "its engine must not wait for it"
+    fetch.move(BlockState.FREE)
+    assert offer(table, 2, "t2") is None
+    assert ledger.counts()["offered"] == 2
+
+
+def test_quiesced_it_starts_nothing_and_ends_what_runs(table: LeaseTable) -> None:
+    offer(table, 0, "a", "ra")
+    offer(table, 0, "b", "rb")
+    claim(table, 1, "f", "a")
+    table.quiesced = True
+    assert claim(table, 2, "g", "b") is Verdict.QUIESCED
+    assert claim(table, 2, "f", "a") is Verdict.HELD, "asked again, as the first time"
+    assert table.renew(3, "a", "f") is Verdict.HELD
+    assert table.complete(4, "a", TOKEN, "f") is Verdict.HELD
+    table.quiesced = False
+    assert claim(table, 5, "g", "b") is Verdict.HELD
+
+
+def test_an_engine_that_is_gone_holds_nothing(table: LeaseTable) -> None:
+    for transfer, consumer in (("a", "gone"), ("b", "there"), ("c", "")):
+        offer(table, 0, transfer, f"r{transfer}")
+        if consumer:
+            table.claim(1, transfer, TOKEN, f"f{transfer}", DIGEST, consumer)
+    table.drop_consumer(2, "gone")
+    assert table.take_finished() == {"ra"}
+    assert table.complete(3, "a", TOKEN, "fa") is Verdict.REVOKED
+    assert table.complete(3, "b", TOKEN, "fb") is Verdict.HELD
+    assert table.counts()["offered"] == 1

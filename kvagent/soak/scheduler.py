@@ -1,24 +1,19 @@
-"""The processes of one engine of the soak, each to be killed at any moment.
+"""The scheduler of a soak's engine, in a process of its own, to be killed at any moment.
 
-A worker does what every engine's worker does: it joins its sidecar and registers its rank's cache.
-A scheduler owns the blocks, and does as told: offers, fetches, cancels. What it is told of a
-request comes through `step()` only, and it gives blocks away and overwrites them as soon as that
-allows. All of them map the same caches, which outlive them.
+It owns the blocks, and does as told: offers, fetches, cancels. What becomes of a request it learns
+through `step()` only, and it gives blocks away and overwrites them as soon as that allows.
 
-When its sidecar is gone, a scheduler opens a new `EngineClient` by itself, as often as it takes.
+When its sidecar is gone, it opens a new `EngineClient` by itself, as often as it takes.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from kvagent import EngineClient, KVConnectorOutput, WorkerClient, WorkerInfo
+from kvagent import EngineClient, KVConnectorOutput
 from kvagent.errors import AgentError, AgentLostError, KVAgentError, TicketError
 from kvagent.soak.messages import (
     Cancel,
@@ -28,7 +23,6 @@ from kvagent.soak.messages import (
     DropPeer,
     Event,
     Fetch,
-    Join,
     Offer,
     Offered,
     Pipe,
@@ -40,47 +34,11 @@ from kvagent.soak.messages import (
     Wrong,
 )
 from kvagent.soak.pool import Pool
-from kvagent.soak.shapes import LAYER_NAMES, MODEL, RankMemory, Shape
+from kvagent.soak.shapes import RankMemory, Shape
+from kvagent.soak.worker import AGAIN_SECONDS, START_SECONDS, log_to
 
-START_SECONDS = 60.0
 POLL_SECONDS = 0.003
 PROBE_SECONDS = 0.5
-AGAIN_SECONDS = 0.1
-
-
-def run_worker(
-    connection: Connection, log: str, shape: Shape, rank: int, path: str, socket: str, leader: str
-) -> None:
-    """Joins, and joins again whenever it is told that its sidecar is another one."""
-    _log_to(log)
-    pipe: Pipe[Join] = Pipe(connection, Join)
-    memory = RankMemory(shape, path)
-    info = WorkerInfo(
-        engine_id=shape.name,
-        tp_rank=rank,
-        tp_size=shape.tp,
-        leader=leader if rank else None,
-        model=MODEL,
-    )
-    client: WorkerClient | None = None
-    while True:
-        refusals: list[str] = []
-        while True:
-            if client is not None:
-                client.close()
-            try:
-                client = WorkerClient(socket, timeout=START_SECONDS)
-                client.join(info)
-                client.register_kv_caches(memory.tensors, dict.fromkeys(LAYER_NAMES, shape.spec()))
-                break
-            except KVAgentError as error:
-                refusals.append(str(error))
-                time.sleep(AGAIN_SECONDS)
-        try:
-            pipe.send(Up(refusals))
-            pipe.receive()
-        except (EOFError, OSError):
-            return
 
 
 @dataclass(slots=True)
@@ -305,7 +263,7 @@ def run_scheduler(
     connection: Connection, log: str, shape: Shape, paths: Sequence[str], socket: str, seed: int
 ) -> None:
     """Obeys until the pipe ends."""
-    _log_to(log)
+    log_to(log)
     ranks = [RankMemory(shape, path) for path in paths]
     refusals: list[str] = []
     # Another scheduler's fetches may still write, until `wait_ready` returns.
@@ -320,6 +278,7 @@ def run_scheduler(
 
 
 def _first_client(socket: str, refusals: list[str]) -> EngineClient:
+    until = time.monotonic() + START_SECONDS
     while True:
         client = None
         try:
@@ -330,13 +289,6 @@ def _first_client(socket: str, refusals: list[str]) -> EngineClient:
             refusals.append(str(error))
             if client is not None:
                 client.close()
+            if time.monotonic() > until:
+                raise
             time.sleep(AGAIN_SECONDS)
-
-
-def _log_to(path: str) -> None:
-    """A process that ends by itself leaves its trace there."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for number in (1, 2):
-        os.dup2(fd, number)
-    os.close(fd)
-    logging.basicConfig(stream=sys.stderr, level="INFO")

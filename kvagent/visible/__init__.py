@@ -1,0 +1,1 @@
+"""What people and monitors see of a sidecar. Nothing in here moves a byte or decides a transfer."""

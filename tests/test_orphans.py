@@ -1,0 +1,115 @@
+"""A leader that dies while its followers read: nobody may write after the engine was told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from kvagent import EngineClient
+from kvagent.agent import follower
+from kvagent.wire.messages import JoinLeader
+from tests.harness import GUARD, Engine
+from tests.loopback import LONG, LoopbackSidecar
+from tests.test_agent_loopback import engines as engines
+from tests.test_agent_loopback import (
+    good,
+    hung,
+    offer,
+    quiet,
+    sidecar,
+    wait_for,
+)
+from tests.test_agent_loopback import stage as stage
+
+Engines = Callable[..., Engine]
+FENCE = 0.3
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower, "PATIENCE", 1.0)
+    monkeypatch.setattr(follower, "EVERY", 0.2)
+
+
+def reading(one: LoopbackSidecar) -> int:
+    return one.stage.call(one.agent.rank.reading)
+
+
+def test_fetches_end_when_the_followers_have_stopped(engines: Engines) -> None:
+    producer, consumer = engines("prefill", 2), engines("decode", 2, fence_seconds=FENCE)
+    good(producer, consumer, "first")
+    consumer.client.offer("lent", [10, 11, 12], 12)
+    hung(producer, consumer, "r", ranks=[1])
+    leader, other = sidecar(consumer), sidecar(consumer, 1)
+    wait_for(lambda: reading(other), "the follower reads")
+    leader.close()
+    consumer.sent("lent", LONG)  # nobody can claim it any more
+    began = time.monotonic()
+    assert (consumer.received("r", LONG) or "").startswith("agent_lost")
+    assert time.monotonic() - began >= 1.0  # it has waited
+    assert not reading(other)
+    assert other.agent.rank.fences == 1
+    for cache in consumer.caches[1].values():
+        cache.fill_(GUARD)
+    sidecar(producer, 1).resume()
+    quiet(consumer)
+    assert all(bool((cache == GUARD).all()) for cache in consumer.caches[1].values())
+
+
+def test_one_rank_has_nobody_to_wait_for(engines: Engines) -> None:
+    producer, consumer = engines("prefill", 2), engines("decode")
+    good(producer, consumer, "first")
+    consumer.client.fetch("r", offer(producer, "r"), [10, 11, 12])
+    sidecar(consumer).close()
+    began = time.monotonic()
+    consumer.received("r", LONG)
+    assert time.monotonic() - began < 1.0
+
+
+def test_a_new_leader_waits_for_what_is_read_for_the_old_one(engines: Engines) -> None:
+    """The leader's process lives, but its worker joins afresh: it is another leader."""
+    producer, consumer = engines("prefill", 2), engines("decode", 2, fence_seconds=1.0)
+    good(producer, consumer, "first")
+    hung(producer, consumer, "r", ranks=[1])
+    other = sidecar(consumer, 1)
+    wait_for(lambda: reading(other), "the follower reads")
+    worker = consumer.workers[0]
+    assert worker._info is not None
+    consumer.client.close()
+    worker.join(worker._info)
+    worker.allocate_kv_caches(dict.fromkeys(consumer.caches[0], consumer.spec), consumer.num_blocks)
+    client = EngineClient(sidecar(consumer).socket)
+    client.wait_ready(LONG)
+    assert not reading(other)
+    assert other.agent.rank.fences == 1
+    client.close()
+
+
+def test_a_leader_that_is_only_slow_loses_nothing(engines: Engines) -> None:
+    producer, consumer = engines("prefill", 2), engines("decode", 2)
+    good(producer, consumer, "first")
+    hung(producer, consumer, "r", ranks=[1])
+    other = sidecar(consumer, 1)
+    wait_for(lambda: reading(other), "the follower reads")
+    until = time.monotonic() + 2.0
+    while time.monotonic() < until:
+        assert reading(other)
+        time.sleep(0.05)
+    sidecar(producer, 1).resume()
+    assert consumer.received("r", LONG) is None
+
+
+def test_silence_ends_what_is_read(engines: Engines) -> None:
+    producer, consumer = engines("prefill", 2), engines("decode", 2, fence_seconds=FENCE)
+    good(producer, consumer, "first")
+    hung(producer, consumer, "r", ranks=[1])
+    other = sidecar(consumer, 1)
+    wait_for(lambda: reading(other), "the follower reads")
+    with sidecar(consumer).holding(JoinLeader):
+        wait_for(lambda: not reading(other), "the follower gives up")
+    assert consumer.received("r", LONG) is not None
+
+    sidecar(producer, 1).resume()
+    good(producer, consumer, "next")

@@ -1,0 +1,68 @@
+"""vLLM's NixlConnector and ours, timed alike: what each costs a step of the engine.
+
+vLLM loads the classes in its own processes (`kv_connector_module_path`). Every step is one line of
+the file that KVAGENT_STEP_LOG names, followed by `.worker` or `.scheduler`: microseconds spent in
+the connector's calls. The writing is not timed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
+
+from kvagent.vllm import KVAgentConnector
+
+
+class _Timed:
+    """Mixed into a connector class, before it."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
+        self._spent = 0
+        self._steps = open(  # noqa: SIM115  (as long as the process lives)
+            os.environ["KVAGENT_STEP_LOG"]
+            + (".worker" if role == KVConnectorRole.WORKER else ".scheduler"),
+            "w",
+        )
+
+    def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
+        self._timed("start_load_kv", *args, **kwargs)
+
+    def get_transfer_results(self, *args: Any) -> Any:
+        result = self._timed("get_transfer_results", *args)
+        self._end_step()
+        return result
+
+    def get_num_new_matched_tokens(self, *args: Any) -> Any:
+        return self._timed("get_num_new_matched_tokens", *args)
+
+    def update_state_after_alloc(self, *args: Any) -> Any:
+        return self._timed("update_state_after_alloc", *args)
+
+    def build_connector_meta(self, *args: Any) -> Any:
+        result = self._timed("build_connector_meta", *args)
+        self._end_step()
+        return result
+
+    def _timed(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter_ns()
+        result = getattr(super(), name)(*args, **kwargs)
+        self._spent += time.perf_counter_ns() - begin
+        return result
+
+    def _end_step(self) -> None:
+        self._steps.write(f"{self._spent / 1000:.1f}\n")
+        self._steps.flush()
+        self._spent = 0
+
+
+class TimedNixlConnector(_Timed, NixlConnector):
+    """vLLM's own."""
+
+
+class TimedKVAgentConnector(_Timed, KVAgentConnector):
+    """Ours."""
