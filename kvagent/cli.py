@@ -117,6 +117,34 @@ def doctor(
     raise typer.Exit(examine(effective.config, peer or [], as_json=as_json))
 
 
+Addresses = Annotated[
+    list[str], typer.Argument(help="HOST:PORT, or URL, of each sidecar's HTTP (its --http).")
+]
+
+
+@app.command()
+def status(
+    addresses: Addresses,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of each /status.")] = False,
+) -> None:
+    """Show what running sidecars do; 1 unless every one answers and is ready."""
+    from kvagent.top.show import show_status
+
+    raise typer.Exit(0 if show_status(addresses, as_json=as_json) else 1)
+
+
+@app.command()
+def top(
+    addresses: Addresses,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Looks; default: no end.")] = None,
+) -> None:
+    """Show live what running sidecars do: throughput, transfers, peers, failures."""
+    from kvagent.top.show import show_top
+
+    show_top(addresses, every, rounds)
+
+
 @app.command()
 def plan(
     producer: Annotated[str, typer.Argument(help="TOML description of the producer engine.")],

@@ -46,6 +46,8 @@ class Watched(Sidecar):
 
     def __init__(self, folder: Path, name: str, transport: str, **settings: float) -> None:
         self.http = _free_address()
+        if transport == "shm":
+            settings = {"piece_bytes": 1 << 16, **settings}  # otherwise it is over in an instant
         config = folder / f"{name}.toml"
         config.write_text("".join(f"{key} = {value}\n" for key, value in settings.items()))
         super().__init__(
@@ -54,6 +56,7 @@ class Watched(Sidecar):
 
     def status(self) -> dict[str, Any]:
         status: dict[str, Any] = httpx.get(f"http://{self.http}/status", timeout=10).json()
+        del status["cards"]  # long, and of no interest when a test fails
         return status
 
     def until(

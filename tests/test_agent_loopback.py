@@ -800,3 +800,20 @@ def test_a_handshake_that_is_dropped_fails_who_waits_for_it(engines: Engines) ->
         assert end(consumer, "r") == "peer_gone: engine prefill was dropped"
     good(producer, consumer, "next")
     at_rest(producer, consumer)
+
+
+@pytest.mark.parametrize("at", [Hello, Meet, Claim, Complete], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_engine_starts_afresh_at_every_stage(engines: Engines, at: type, tp: int) -> None:
+    producer, consumer = engines("prefill"), engines("decode", tp, fence_seconds=0.5)
+    if at in (Claim, Complete):
+        good(producer, consumer, "first")
+    with sidecar(producer).holding(at) as reached:
+        consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+        assert reached()
+        with again(consumer) as fresh:
+            quiet(fresh)
+    producer.sent("r", LONG)
+    with again(fresh) as once_more:
+        good(producer, once_more, "r")
+        at_rest(producer, once_more)

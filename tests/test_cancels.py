@@ -161,6 +161,7 @@ def sidecars(
         yield made
 
 
+@pytest.mark.timeout(600)  # of which most is for three sidecars to start, on a busy machine
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=SLOW)])
 def test_cancels_of_processes(sidecars: list[Watched], count: int) -> None:
     spec = {"block_size": 16, "head_size": 64, "num_blocks": 128}

@@ -17,6 +17,8 @@ CHAOS = (
     "seed = {} }}"
 )
 SETTINGS = {"lease_seconds": 5.0, "fetch_timeout": 15.0, "call_timeout": 3.0}
+pytestmark = pytest.mark.timeout(600)
+"""Most of it is for four sidecars to start, on a busy machine."""
 SPEC = {"block_size": 16, "head_size": 64, "num_blocks": 64}
 
 
@@ -58,7 +60,6 @@ def test_storm(tmp_path: Path, transport: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(2, 7))
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_long_storm(tmp_path: Path, transport: str, seed: int) -> None:

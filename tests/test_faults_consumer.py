@@ -77,6 +77,25 @@ def test_it_is_slow(sidecars: list[Watched], producer: Engine) -> None:
             sidecar.until_idle()
 
 
+@pytest.mark.slow
+def test_it_reads_slowly(tmp_path: Path) -> None:
+    """Over TCP, a little at a time, for more than three leases."""
+    settings = {"lease_seconds": 1, "piece_bytes": 4096, "inflight_bytes": 4096}
+    with (
+        watched(tmp_path, ["prefill", "decode"], "tcp", **settings) as (prefill, decode),
+        engine([prefill], "prefill", BIG, random_fill(1)) as producer,
+        engine([decode], "decode", BIG) as consumer,
+    ):
+        landing = Landing(consumer, range(BIG))
+        ticket = offer(producer, "slow", range(BIG))
+        consumer.client.fetch("slow", ticket, list(landing.blocks))
+        assert consumer.received("slow", 60) is None
+        seconds = consumer.seen[-1].kv_connector_stats["fetches"]["slow"]["seconds"]
+        assert seconds > 3, "it was too fast to show anything"
+        assert landing.equals(producer, range(BIG))
+        producer.sent("slow")
+
+
 def test_it_sleeps_through_its_lease(sidecars: list[Watched], producer: Engine) -> None:
     prefill, decode, _ = sidecars
     with engine([decode], "decode", BIG) as consumer:

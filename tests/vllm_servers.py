@@ -187,7 +187,7 @@ class Server(Http):
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
             **(env or {}),
         }
-        self.process = Process(folder / f"{name}.log", command, settings)
+        self.process = Process(folder / f"{name}-vllm.log", command, settings)
 
     def wait(self) -> Server:
         def up() -> bool:

@@ -87,6 +87,12 @@ class Running:
     """The state that it was in when the first thing went wrong."""
     failed_rank: int | None = None
 
+    def leave(self) -> None:
+        """The session is not needed any more."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.let_go()
+
 
 class Transfer(NamedTuple):
     """A fetch under way, for people; `own`: this sidecar's own rank."""
@@ -225,9 +231,7 @@ class Borrower:
             if running.left_until is None:
                 running.left_until = until
             self._feed(running, Event.CANCEL, "reset: the engine started afresh")
-            if running.session is not None:  # nothing more is said of it to the producer
-                running.session.let_go()
-                running.session = None
+            running.leave()  # nothing more is said of it to the producer
         if not others:
             self._end_left()
         self._aggregator, self._world_size = None, world_size
@@ -466,8 +470,7 @@ class Borrower:
         for task in running.tasks:
             if task is not current:
                 task.cancel()
-        if running.session is not None:
-            running.session.let_go()
+        running.leave()
         stats = None
         if not record.cause:
             total = ReadStats()

@@ -72,6 +72,7 @@ class Session:
         self.idle.clear()
 
     def let_go(self) -> None:
+        assert self.users > 0
         self.users -= 1
         if self.users == 0:
             self.idle.set()

@@ -23,7 +23,7 @@ from kvagent.bench.shapes import Request, Workload
 from kvagent.bench.world import Transport, World
 from kvagent.errors import KVAgentError
 
-__all__ = ["Bench", "Far", "LocalFar", "Phases", "Result", "default_ways"]
+__all__ = ["OURS", "Bench", "Far", "LocalFar", "Phases", "Result", "default_ways"]
 
 OURS = "kvagent"
 Tick = Callable[[str], None]
@@ -126,11 +126,11 @@ class LocalFar:
         return self.here
 
 
-def default_ways(transport: Transport, *, one_host: bool) -> list[Way]:
-    """The ceilings of a transport. `one_host`: both sides' processes are on this one."""
+def default_ways(transport: Transport) -> list[Way]:
+    """The ceilings of a transport, both sides on this machine."""
     if transport is Transport.shm:
         return ["memcpy", "cma", "nixl", "nixl_default", "nixl_ordinary", "tcp"]
-    return [*(["memcpy"] if one_host else []), "nixl", "nixl_plain", "nixl_default", "tcp"]
+    return ["memcpy", "nixl", "nixl_plain", "nixl_default", "tcp"]
 
 
 class Bench:

@@ -140,6 +140,8 @@ class Faults:
             return None
         longest = 1.0 if engine.name in self.spared else _LONG_STOP
         seconds = self._random.choice((0.1, 0.3, 0.6, 1.0)) * longest
+        if self._random.random() < 0.5:
+            self.traffic.give_up(engine, self._random.uniform(0.1, 0.9) * seconds)
         return self._stop(engine, engine.sidecars[rank], kind, seconds)
 
     def _pause_scheduler(self, engine: Engine) -> Fault | None:

@@ -191,6 +191,18 @@ class Traffic:
         self.ended["cancels sent"] += 1
         engine.say(Cancel(request))
 
+    def give_up(self, engine: Engine, delay: float) -> None:
+        """The clients of what `engine` takes part in are tired of waiting, `delay` from now."""
+
+        def cancel() -> None:
+            halves = [half for half in self._open.values() if half.pair and not half.cancelled]
+            for half in halves:
+                assert half.pair is not None
+                if engine.name in half.pair:
+                    self._cancel(half.engine, half.request, "fetch")
+
+        self._after(delay, cancel)
+
     def _after(self, delay: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._later, (time.monotonic() + delay, next(self._numbers), what))
 

@@ -540,15 +540,34 @@ class TransferMachine(RuleBasedStateMachine):
             if well and not stands_still and not self.cut:
                 self.all_is_well(1)
 
+    @rule(
+        count=st.integers(1, 3),
+        before=st.integers(1, 5),
+        seconds=st.sampled_from([AGAIN, LEASE, LEASE + 1.0]),
+        what=st.sampled_from(["", "producer", "consumer", "network"]),
+        reads=st.booleans(),
+    )
+    def transfer_with_a_pause(
+        self, count: int, before: int, seconds: float, what: str, reads: bool
+    ) -> None:
+        """All is well, but for a while in the middle."""
+        self.prompt_is_done(count, False, True, True)
+        self.all_is_well(before)
+        self.cut = what == "network"
+        self.time_passes(seconds, "" if what == "network" else what, False)
+        if reads:
+            self.all_read()
+        self.all_is_well(12)
+
     # ------------------------------------------------------------ what always holds
 
     @invariant()
     def both_ledgers_are_right(self) -> None:
-        free = self.producer.ledger.counts()["free"]
-        offered = self.producer.in_use() - {
-            block for ticket in self.producer.to_offer for block in ticket.blocks
-        }
-        assert len(offered) <= BLOCKS - free <= len(self.producer.in_use())
+        live = {lease.transfer_id for lease in self.producer.leases.live()}
+        lent = [ticket for ticket in self.tickets if ticket.transfer in live]
+        assert {ticket.request for ticket in lent} <= self.producer.requests.keys()
+        blocks = {block for ticket in lent for block in ticket.blocks}
+        assert self.producer.ledger.counts()["free"] == BLOCKS - len(blocks)
         assert self.ledger.counts()["free"] == BLOCKS - len(self.owner)
         assert set(self.owner.values()) == set(self.running)
 
