@@ -1,4 +1,4 @@
-"""The command line: `kvagent serve | config | doctor | plan | ...`. Only options are here."""
+"""The command line: `kvagent serve | config | doctor | keys | ...`. Only options are here."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ Socket = Annotated[str | None, typer.Option(help="Unix socket for the engine.")]
 Bind = Annotated[str | None, typer.Option(help="HOST:PORT for other sidecars.")]
 Advertise = Annotated[str | None, typer.Option(help="Host they are told to dial.")]
 Http = Annotated[str | None, typer.Option(help="HOST:PORT for /metrics, /status.")]
+Keys = Annotated[str | None, typer.Option(help="Folder of keys, made by `kvagent keys new`.")]
 Insecure = Annotated[
     bool | None, typer.Option("--insecure", help="Bind beyond loopback without keys.")
 ]
@@ -48,6 +49,7 @@ def serve(
     advertise: Advertise = None,
     http: Http = None,
     config_file: ConfigFile = None,
+    keys: Keys = None,
     insecure: Insecure = None,
     log_level: LogLevel = None,
     log_format: LogFormat = None,
@@ -61,6 +63,7 @@ def serve(
         bind=bind,
         advertise=advertise,
         http=http,
+        keys=keys,
         insecure=insecure,
         log_level=log_level,
         log_format=log_format,
@@ -75,6 +78,7 @@ def config(
     advertise: Advertise = None,
     http: Http = None,
     config_file: ConfigFile = None,
+    keys: Keys = None,
     insecure: Insecure = None,
     log_level: LogLevel = None,
     log_format: LogFormat = None,
@@ -89,6 +93,7 @@ def config(
         bind=bind,
         advertise=advertise,
         http=http,
+        keys=keys,
         insecure=insecure,
         log_level=log_level,
         log_format=log_format,
@@ -106,6 +111,7 @@ def doctor(
     advertise: Advertise = None,
     http: Http = None,
     config_file: ConfigFile = None,
+    keys: Keys = None,
     insecure: Insecure = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -113,7 +119,9 @@ def doctor(
     errors."""
     from kvagent.doctor.show import examine
 
-    effective = settings(config_file, bind=bind, advertise=advertise, http=http, insecure=insecure)
+    effective = settings(
+        config_file, bind=bind, advertise=advertise, http=http, keys=keys, insecure=insecure
+    )
     raise typer.Exit(examine(effective.config, peer or [], as_json=as_json))
 
 
@@ -143,6 +151,23 @@ def top(
     from kvagent.top.show import show_top
 
     show_top(addresses, every, rounds)
+
+
+keys_app = typer.Typer(no_args_is_help=True, help="Keys for the connections between sidecars.")
+app.add_typer(keys_app, name="keys")
+
+
+@keys_app.command("new")
+def keys_new(
+    folder: Annotated[str, typer.Argument(help="Folder for them; a pair in it is not replaced.")],
+    name: Annotated[
+        str, typer.Option(help="Part of the public key's file name; default: this host's name.")
+    ] = "",
+) -> None:
+    """Make a key pair, and a folder of allowed public keys with its own in it."""
+    from kvagent.keys import new_keys
+
+    new_keys(folder, name)
 
 
 @app.command()
@@ -299,6 +324,79 @@ def demo(
         max_tokens=max_tokens,
     )
     raise typer.Exit(0 if show.run(as_json=as_json) else 1)
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        list[str] | None, typer.Option(help="Name of a shape; repeatable; default: all.")
+    ] = None,
+    shapes: Annotated[str | None, typer.Option(help="TOML file with more shapes.")] = None,
+    size: Annotated[int, typer.Option(min=1, help="MiB that a workload moves.")] = 256,
+    tokens: Annotated[int, typer.Option(min=0, help="Of each request; 0: from --size.")] = 0,
+    block_size: Annotated[
+        list[int] | None, typer.Option(help="Tokens per block; repeatable; default: 16.")
+    ] = None,
+    producer_tp: Annotated[int, typer.Option(min=1, help="Ranks of the producer.")] = 1,
+    consumer_tp: Annotated[int, typer.Option(min=1, help="Ranks of the consumer.")] = 1,
+    fragmentation: Annotated[
+        list[str] | None,
+        typer.Option(help="contiguous, half or shuffled; repeatable; default: shuffled."),
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(help="Fetches at once; repeatable; default: 1.")
+    ] = None,
+    transport: Annotated[str, typer.Option(help="shm or tcp.")] = "shm",
+    netns: Annotated[
+        bool, typer.Option("--netns", help="TCP between two network namespaces; needs root.")
+    ] = False,
+    peer: Annotated[
+        str, typer.Option(help="URL of a `kvagent bench --serve` that plays the producer.")
+    ] = "",
+    serve: Annotated[
+        str, typer.Option(help="HOST:PORT: play the producer for a --peer on another machine.")
+    ] = "",
+    mooncake: Annotated[
+        bool, typer.Option("--mooncake", help="Measure Mooncake's TransferEngine too (TCP).")
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Of alternating measurements.")] = 5,
+    targets: Annotated[
+        bool, typer.Option("--targets", help="Measure what this version must reach.")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="With --targets: tiny, to see that it runs.")
+    ] = False,
+    json_file: Annotated[str, typer.Option("--json", help="File for the results.")] = "",
+    plot: Annotated[str, typer.Option(help="PNG file; needs matplotlib.")] = "",
+) -> None:
+    """Measure transfers between two sidecars beside what this machine can do; 1 when a target is
+    missed."""
+    from kvagent.bench.run import Options, measure, serve_peer
+
+    if serve:
+        serve_peer(serve, transport)
+        return
+    options = Options(
+        models=model or (),
+        shapes_file=shapes,
+        size=size,
+        tokens=tokens,
+        block_sizes=block_size or (16,),
+        producer_tp=producer_tp,
+        consumer_tp=consumer_tp,
+        fragmentations=fragmentation or ("shuffled",),
+        concurrencies=concurrency or (1,),
+        transport=transport,
+        netns=netns,
+        peer=peer,
+        mooncake=mooncake,
+        rounds=rounds,
+        targets=targets,
+        quick=quick,
+        json_file=json_file,
+        plot_file=plot,
+    )
+    raise typer.Exit(0 if measure(options) else 1)
 
 
 def main() -> None:

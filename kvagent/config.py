@@ -19,6 +19,7 @@ from kvagent.core.chaos import ChaosConfig
 from kvagent.errors import ConfigError
 from kvagent.fabric.witness import TRANSPORTS
 from kvagent.settings import PREFIX, Layer, build, flatten, read_environ, read_file
+from kvagent.wire.messages import KINDS
 
 __all__ = ["Config", "Effective", "join_address", "load", "load_command", "split_address"]
 
@@ -45,8 +46,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Host that peers are told to dial; empty: the bound host."""
     http: str = ""
     """HOST:PORT for `/metrics`, `/healthz`, `/readyz`, `/status`; empty: no HTTP."""
+    keys: str = ""
+    """Folder made by `kvagent keys new`: control connections are encrypted, and only to and from
+    sidecars whose public keys are in its `allowed` folder. Empty: neither."""
     insecure: bool = False
-    """Allow `bind` beyond loopback, without keys."""
+    """Allow `bind` beyond loopback without `keys`."""
     lease_seconds: float = 30.0
     """How long offered blocks are held without a sign of life from the consumer, 1 or more."""
     fetch_timeout: float = 60.0
@@ -105,6 +109,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 return
         yield from self._address_problems()
         yield from self._bound_problems()
+        try:
+            self.chaos.validate(KINDS)
+        except ConfigError as error:
+            yield Problem(("chaos",), str(error))
 
     def _address_problems(self) -> Iterator[Problem]:
         host, _ = self.bind_address()
@@ -122,11 +130,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"{self.advertised_host()!r}: say which address they should use with "
                 "--advertise HOST",
             )
-        if not _is_loopback(host) and not self.insecure:
+        if not _is_loopback(host) and not self.keys and not self.insecure:
             yield Problem(
-                ("bind",),
-                f"bind {host!r} can be reached from other hosts and this connection has no keys: "
-                "bind to loopback, or set insecure = true (--insecure) on a network you trust",
+                ("bind", "keys"),
+                f"bind {host!r} can be reached from other hosts, and there are no keys: make some "
+                "with `kvagent keys new DIR` and set keys = DIR (--keys DIR), bind to loopback, or "
+                "set insecure = true (--insecure) on a network you trust",
             )
         if _is_loopback(host) and self.advertise and not _is_loopback(self.advertise):
             yield Problem(

@@ -55,8 +55,8 @@ class Watched(Sidecar):
         )
 
     def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = httpx.get(f"http://{self.http}/status", timeout=10).json()
-        del status["cards"]  # long, and of no interest when a test fails
+        url = f"http://{self.http}/status"
+        status: dict[str, Any] = httpx.get(url, params={"cards": "0"}, timeout=10).json()
         return status
 
     def until(
@@ -70,14 +70,19 @@ class Watched(Sidecar):
         return status
 
     def until_idle(self) -> None:
-        """No lease, no fetch, no block in quarantine, no read."""
-        self.until(
-            lambda status: (
-                not status["leases"]["blocks"]
-                and not any(status["fetches"].values())
-                and not status["parts_reading"]
+        """No block is lent or written, no lease, no fetch, no read."""
+
+        def idle(status: dict[str, Any]) -> bool:
+            leases, ledger = status["leases"], status["ledger"]
+            return not (
+                leases["offered"]
+                or leases["claimed"]
+                or any(status["fetches"].values())
+                or any(count for state, count in ledger.items() if state != "free")
+                or status["parts_reading"]
             )
-        )
+
+        self.until(idle)
 
 
 def _free_address() -> str:

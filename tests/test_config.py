@@ -91,6 +91,7 @@ def test_every_setting_can_be_in_the_file(tmp_path: Path) -> None:
         "bind": "10.0.0.5:7100",
         "advertise": "node5.example",
         "http": "127.0.0.1:7101",
+        "keys": "/x/keys",
         "insecure": True,
         "lease_seconds": 3.5,
         "fetch_timeout": 1,
@@ -245,11 +246,12 @@ def test_listening_everywhere_needs_an_address_to_advertise(bind: str, advertise
 
 
 @pytest.mark.parametrize("bind", ["10.0.0.5:7100", "0.0.0.0:7100", "[fd00::5]:7100", "node5:7100"])
-def test_beyond_loopback_needs_insecure(bind: str) -> None:
+def test_beyond_loopback_needs_keys_or_insecure(bind: str) -> None:
     with pytest.raises(ConfigError, match="insecure = true"):
         load(None, {"bind": bind, "advertise": "10.0.0.5"})
-    config = load(None, {"bind": bind, "advertise": "10.0.0.5", "insecure": True})
-    assert config.advertised_host() == "10.0.0.5"
+    for why in ({"insecure": True}, {"keys": "/x/keys"}):
+        config = load(None, {"bind": bind, "advertise": "10.0.0.5", **why})
+        assert config.advertised_host() == "10.0.0.5"
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_while_the_producer_sleeps(sidecars: list[Watched], engines: tuple[Engin
     prefill.stop()
     consumer.client.cancel("aborted")
     status = decode.until(lambda status: status["fetches"]["draining"])
-    assert status["fetches"]["quarantined_blocks"] == BIG
+    assert status["ledger"]["quarantined"] == BIG
     assert consumer.client.step().is_empty()
     prefill.resume()
     reason = consumer.received("aborted")

@@ -64,7 +64,7 @@ def test_a_reader_for_each_source(tmp_path: Path) -> None:
     with caught(tmp_path, "tcp", killed=0, ranks=2) as (sidecars, consumer, landing):
         decode = sidecars[2:]
         status = decode[0].until(lambda status: status["fetches"]["draining"])
-        assert status["fetches"]["quarantined_blocks"] == BIG
+        assert status["ledger"]["quarantined"] == BIG
         assert [sidecar.status()["parts_reading"] for sidecar in decode] == [0, 1]
         assert consumer.client.step().is_empty()
         sidecars[1].resume()

@@ -29,7 +29,6 @@ FENCE = 0.3
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower, "PATIENCE", 1.0)
     monkeypatch.setattr(follower, "EVERY", 0.2)
 
 
@@ -46,9 +45,7 @@ def test_fetches_end_when_the_followers_have_stopped(engines: Engines) -> None:
     wait_for(lambda: reading(other), "the follower reads")
     leader.close()
     consumer.sent("lent", LONG)  # nobody can claim it any more
-    began = time.monotonic()
     assert (consumer.received("r", LONG) or "").startswith("agent_lost")
-    assert time.monotonic() - began >= 1.0  # it has waited
     assert not reading(other)
     assert other.agent.rank.fences == 1
     for cache in consumer.caches[1].values():

@@ -63,6 +63,7 @@ def test_status_json(engines: Engines) -> None:
 
 def test_top(engines: Engines) -> None:
     producer, consumer = engines("prefill", http=HTTP), engines("decode", http=HTTP)
+    good(producer, consumer, "first")
     ticket = offer(producer, "cancelled")
     producer.client.cancel("cancelled")
     failed(consumer, "cancelled", ticket)
@@ -87,6 +88,7 @@ def test_top(engines: Engines) -> None:
 def test_words_from_outside_steer_no_terminal(engines: Engines) -> None:
     evil = "x\x1b]0;owned\x07\x1b[2J[bold]\u202e\ny"
     producer, consumer = engines(evil, http=HTTP), engines("decode", http=HTTP)
+    good(producer, consumer, "first")
     hung(producer, consumer, evil)
     for command in (("top", "--rounds", "1"), ("status", "--json"), ("status",)):
         _, text = run(*command, address(producer), address(consumer))
@@ -131,6 +133,7 @@ def test_words_for_numbers() -> None:
 
 def test_a_follower_has_no_local_requests(engines: Engines) -> None:
     producer, consumer = engines("prefill", http=HTTP), engines("decode", 2, http=HTTP)
+    good(producer, consumer, "first")
     hung(producer, consumer, "r", local=LOCAL)
     _, text = run("top", "--rounds", "1", address(consumer, 1))
     assert "a share" in text

@@ -81,7 +81,7 @@ class Agent:
 
     def __init__(self, config: Config, make_fabric: FabricFactory) -> None:
         self.config = config
-        self.control = Control(config.chaos)
+        self.control = Control(config.chaos, config.keys)
         self.watch = Watch()
         self.rank = Rank(config, self.control, make_fabric, self._identity_changed)
         self.leader = Leader(config, self.control, self.rank, self.watch)
@@ -106,6 +106,7 @@ class Agent:
         self.rank.port = self.peers.bind(host, port)
         if self.config.socket:
             self.local.listen(self.config.socket)
+        self.control.start()
         self.peers.start()
         if self.config.http:
             self._http = await http.serve(self)

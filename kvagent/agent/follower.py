@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 
 from kvagent.agent.identity import Identity
@@ -18,14 +17,15 @@ log = logging.getLogger("kvagent.follower")
 
 EVERY = 1.0
 """Seconds between signs of life."""
-PATIENCE = 5.0
-"""Seconds of silence after which the leader is taken for dead: what is read for it ends."""
+PATIENCE = 2
+"""Calls in a row without an answer after which the leader is taken for dead: what is read for it
+ends. Calls and not seconds, since it may be we who stood still."""
 
 
 def orphan_seconds(fence_seconds: float) -> float:
     """How long after its leader's death a follower may write, at the most: until it has noticed,
     what it posted has ended or is fenced off, and before that others had their time to finish."""
-    return PATIENCE + EVERY * 4 + 2 * fence_seconds + 1.0
+    return (PATIENCE + 1) * EVERY * 4 + 2 * fence_seconds
 
 
 class Follower:
@@ -44,7 +44,7 @@ class Follower:
         self._keep(asyncio.create_task(self._live()))
 
     async def _live(self) -> None:
-        said, heard = "", time.monotonic()
+        said, unanswered = "", 0
         while True:
             message = JoinLeader(
                 engine_id=self._me.info.engine_id,
@@ -55,7 +55,7 @@ class Follower:
             )
             try:
                 answer = await self._client.call(message, timeout=EVERY * 3, again=EVERY)
-                self.joined, said, heard = True, "", time.monotonic()
+                self.joined, said, unanswered = True, "", 0
                 if isinstance(answer, Welcomed):
                     self._end_parts(answer.leader, "the leader started afresh")
             except KVAgentError as error:
@@ -63,7 +63,8 @@ class Follower:
                 if str(error) != said:
                     said = str(error)
                     log.warning("leader: %s", error)
-                if time.monotonic() - heard > PATIENCE or await self._client.is_dead():
+                unanswered += 1
+                if unanswered >= PATIENCE or await self._client.is_dead():
                     self._end_parts("", "the leader is gone")
             await asyncio.sleep(EVERY)
 

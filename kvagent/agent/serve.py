@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 
 import uvloop
@@ -33,9 +34,16 @@ def serve(config: Config) -> None:
         # UCX listens on every interface unless it is told otherwise. This sidecar is for this
         # host, and so is its data plane. (Not when embedded: the engine may use UCX itself.)
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    _raise_descriptor_limit()
     logs.configure(config.log_level, config.log_format)
     spans.start(os.environ)
     uvloop.run(_serve(config))
+
+
+def _raise_descriptor_limit() -> None:
+    """To what this process may have: peers, and strangers who knock, each take a descriptor."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _serve(config: Config) -> None:

@@ -53,8 +53,7 @@ def measure_small(bench: Bench, count: int, tick: Tick = lambda _: None) -> Smal
             bench.far.settle([name])
         single = msgspec.structs.replace(workload, concurrency=1)
         bench.far.setup(single)
-        raw = RawConsumer(bench.world, single, bench.far.raw())
-        stack.callback(raw.close)
+        raw = RawConsumer(bench.world, single, bench.far.raw(False), ordinary=False)
         for _ in range(20):
             tick("nixl")
             raw_took.append(raw.read("nixl", bench.far.expose("nixl")) * 1e6)
@@ -96,8 +95,7 @@ def measure_many(
         bench.far.setup(workload)
         stack.callback(bench.far.close)
         consumer = stack.enter_context(Consumer(bench.world, workload))
-        raw = RawConsumer(bench.world, workload, bench.far.raw())
-        stack.callback(raw.close)
+        raw = RawConsumer(bench.world, workload, bench.far.raw(False), ordinary=False)
         listed = workload.requests()
         seconds: dict[str, list[float]] = {OURS: [], "nixl": []}
         waits = []

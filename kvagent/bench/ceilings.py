@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -22,7 +21,7 @@ from kvagent.bench.questions import (
     Way,
 )
 from kvagent.bench.shapes import Workload
-from kvagent.bench.world import Helper, Side, World
+from kvagent.bench.world import Side, World
 from kvagent.core.layout import MemoryRange, RankLayout, allocate, build_layout
 from kvagent.core.plan import assign, make_plan
 from kvagent.core.specs import ModelInfo, WorkerInfo
@@ -47,13 +46,13 @@ def layouts(workload: Workload, tp: int) -> list[tuple[RankLayout, int]]:
 class RawSide:
     """The raw ranks of one side, with memory for a workload."""
 
-    def __init__(self, world: World, side: Side, workload: Workload, tp: int) -> None:
-        command = [sys.executable, "-m", "kvagent.bench.raw"]
+    def __init__(
+        self, world: World, side: Side, workload: Workload, tp: int, *, ordinary: bool
+    ) -> None:
+        """`ordinary`: for `nixl_ordinary`, which needs memory of its own."""
         self.layouts = layouts(workload, tp)
-        self.helpers: list[Helper] = []
-        for _ in range(tp):
-            self.helpers.append(world.helper(side, command))
-        places = [Place(nbytes, world.address(side)) for _, nbytes in self.layouts]
+        self.helpers = world.raw_ranks(side, tp)
+        places = [Place(nbytes, world.address(side), ordinary) for _, nbytes in self.layouts]
         self.placed = self._ask(places, Placed)
 
     def _ask(self, questions: Sequence[object], kind: type[T]) -> list[T]:
@@ -63,21 +62,19 @@ class RawSide:
 
     def expose(self, way: Way) -> list[bytes]:
         """Every rank's metadata, for NIXL's ways; it holds until the next call."""
-        if not self.helpers or way not in NIXL_WAYS:
+        if way not in NIXL_WAYS:
             way = ""
         exposed = self._ask([Expose(way)] * len(self.helpers), Exposed)
         return [each.metadata for each in exposed]
 
-    def close(self) -> None:
-        for helper in self.helpers:
-            helper.close()
-
 
 class RawConsumer(RawSide):
-    def __init__(self, world: World, workload: Workload, sources: Sequence[Placed]) -> None:
+    def __init__(
+        self, world: World, workload: Workload, sources: Sequence[Placed], *, ordinary: bool
+    ) -> None:
         """`sources`: the producer's raw ranks. `nbytes` and `descriptors` are then those of the
         whole workload, each request posted in one piece."""
-        super().__init__(world, "consumer", workload, workload.consumer_tp)
+        super().__init__(world, "consumer", workload, workload.consumer_tp, ordinary=ordinary)
         remotes = [layout for layout, _ in layouts(workload, workload.producer_tp)]
         requests = workload.requests()
         self.nbytes = self.descriptors = 0

@@ -74,8 +74,8 @@ class Far(Protocol):
     def setup(self, workload: Workload) -> None: ...
     def offer(self, requests: dict[str, Request]) -> list[Ticket]: ...
     def settle(self, names: Sequence[str]) -> None: ...
-    def raw(self) -> list[Placed]:
-        """Starts the raw ranks, after `setup`."""
+    def raw(self, ordinary: bool) -> list[Placed]:
+        """The raw ranks' memory, after `setup`; `ordinary` as in `RawSide`."""
 
     def expose(self, way: Way) -> list[bytes]: ...
     def close(self) -> None: ...
@@ -101,11 +101,13 @@ class LocalFar:
     def settle(self, names: Sequence[str]) -> None:
         self._engine().settle(names)
 
-    def raw(self) -> list[Placed]:
+    def raw(self, ordinary: bool) -> list[Placed]:
         self._engine()
         workload = self._workload
         assert workload is not None
-        self._raw = RawSide(self._world, "producer", workload, workload.producer_tp)
+        self._raw = RawSide(
+            self._world, "producer", workload, workload.producer_tp, ordinary=ordinary
+        )
         return self._raw.placed
 
     def expose(self, way: Way) -> list[bytes]:
@@ -114,8 +116,6 @@ class LocalFar:
         return self._raw.expose(way)
 
     def close(self) -> None:
-        if self._raw is not None:
-            self._raw.close()
         if self.here is not None:
             self.here.close()
         self._raw = self.here = None
@@ -162,8 +162,8 @@ class Bench:
             self.far.setup(workload)
             stack.callback(self.far.close)
             consumer = stack.enter_context(Consumer(self.world, workload))
-            raw = RawConsumer(self.world, workload, self.far.raw())
-            stack.callback(raw.close)
+            ordinary = "nixl_ordinary" in ways
+            raw = RawConsumer(self.world, workload, self.far.raw(ordinary), ordinary=ordinary)
             mooncake = None
             if "mooncake" in ways:
                 mooncake = Mooncake(self.world, workload)

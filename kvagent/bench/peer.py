@@ -49,7 +49,7 @@ class Settle(msgspec.Struct, frozen=True, tag=True):
 
 
 class Raw(msgspec.Struct, frozen=True, tag=True):
-    pass
+    ordinary: bool
 
 
 class ExposeAll(msgspec.Struct, frozen=True, tag=True):
@@ -72,7 +72,7 @@ def _do(far: Far, call: Call) -> object:
         case Settle():
             far.settle(call.names)
         case Raw():
-            return far.raw()
+            return far.raw(call.ordinary)
         case ExposeAll():
             return far.expose(call.way)
         case Close():
@@ -98,8 +98,8 @@ class RemoteFar:
     def settle(self, names: Sequence[str]) -> None:
         self._call(Settle(list(names)), None)
 
-    def raw(self) -> list[Placed]:
-        return self._call(Raw(), list[Placed])
+    def raw(self, ordinary: bool) -> list[Placed]:
+        return self._call(Raw(ordinary), list[Placed])
 
     def expose(self, way: Way) -> list[bytes]:
         return self._call(ExposeAll(way), list[bytes])

@@ -34,10 +34,11 @@ NIXL_WAYS = ("nixl", "nixl_plain", "nixl_default", "nixl_ordinary")
 
 
 class Place(msgspec.Struct, frozen=True, tag=True):
-    """Take that much memory. -> `Placed`"""
+    """Take that much memory, and as much on ordinary pages, too, if asked. -> `Placed`"""
 
     nbytes: int
     host: str
+    ordinary: bool
 
 
 class Placed(msgspec.Struct, frozen=True):

@@ -118,6 +118,7 @@ class RawRank:
         self._nbytes = 0
         self._memory: HostMemory | None = None
         self._ordinary: _Ordinary | None = None
+        self._listener: socket.socket | None = None
         self._exposed: NixlAgent | None = None
         self._sources: list[_Source] = []
 
@@ -134,20 +135,48 @@ class RawRank:
                 return Timing(self._read(question))
 
     def _place(self, question: Place) -> Placed:
+        """What was there before goes away."""
+        self._expose("")
+        if self._memory is not None:
+            self._memory.close()
+        self._ordinary = None
         self._nbytes = question.nbytes
         self._memory = HostMemory(question.nbytes)
-        self._ordinary = _Ordinary(question.nbytes)
-        listener = socket.create_server((question.host, 0))
-        threading.Thread(target=_serve, args=(listener, self._memory), daemon=True).start()
-        port = listener.getsockname()[1]
+        if question.ordinary:
+            self._ordinary = _Ordinary(question.nbytes)
+        if self._listener is None:
+            self._listener = socket.create_server((question.host, 0))
+            threading.Thread(target=self._serve, args=(self._listener,), daemon=True).start()
         return Placed(
-            os.getpid(), self._memory.address, self._ordinary.address, question.host, port
+            os.getpid(),
+            self._memory.address,
+            self._ordinary.address if self._ordinary else 0,
+            question.host,
+            self._listener.getsockname()[1],
         )
 
-    def _address(self, way: Way) -> int:
+    def _serve(self, listener: socket.socket) -> None:
+        while True:
+            stream, _ = listener.accept()
+            threading.Thread(target=self._send, args=(stream,), daemon=True).start()
+
+    def _send(self, stream: socket.socket) -> None:
+        """As many bytes as are asked for, from the memory, again and again."""
+        with stream:
+            while asked := stream.recv(8, socket.MSG_WAITALL):
+                left, view = int.from_bytes(asked, "big"), self._view()
+                while left:
+                    stream.sendall(view[: min(left, len(view))])
+                    left -= min(left, len(view))
+
+    def _view(self) -> memoryview:
         assert self._memory is not None
-        assert self._ordinary is not None
-        return self._ordinary.address if way == "nixl_ordinary" else self._memory.address
+        return memoryview((ctypes.c_char * self._nbytes).from_address(self._memory.address))
+
+    def _address(self, way: Way) -> int:
+        memory = self._ordinary if way == "nixl_ordinary" else self._memory
+        assert memory is not None
+        return memory.address
 
     def _expose(self, way: Way) -> Exposed:
         if self._exposed is not None:
@@ -211,7 +240,6 @@ class RawRank:
 
     def _copy(self) -> float:
         """`process_vm_readv` of the same runs."""
-        assert self._memory is not None
         jobs = [
             (source.placed.pid, local, remote)
             for source in self._sources
@@ -253,9 +281,7 @@ class RawRank:
 
     def _receive(self, left: int) -> float:
         """So many bytes in one stream, from the first source."""
-        assert self._memory is not None
-        view = memoryview((ctypes.c_char * self._nbytes).from_address(self._memory.address))
-        stream = self._sources[0].stream
+        view, stream = self._view(), self._sources[0].stream
         begin = time.perf_counter()
         stream.sendall(left.to_bytes(8, "big"))
         while left:
@@ -277,23 +303,6 @@ def _finish(agent: NixlAgent, queue: deque[tuple[PreparedLists, Piece]], depth: 
             agent.free(handle)
         else:
             flying.append((handle, name))
-
-
-def _serve(listener: socket.socket, memory: HostMemory) -> None:
-    """Sends as many bytes as are asked for, from the memory, again and again."""
-    view = memoryview((ctypes.c_char * memory.nbytes).from_address(memory.address))
-    while True:
-        stream, _ = listener.accept()
-        threading.Thread(target=_send, args=(stream, view), daemon=True).start()
-
-
-def _send(stream: socket.socket, view: memoryview) -> None:
-    with stream:
-        while asked := stream.recv(8, socket.MSG_WAITALL):
-            left = int.from_bytes(asked, "big")
-            while left:
-                stream.sendall(view[: min(left, len(view))])
-                left -= min(left, len(view))
 
 
 def main(path: str) -> None:

@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from rich.console import Console
@@ -14,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from kvagent.bench.measure import Bench, Far, LocalFar, Result, Tick, default_ways
 from kvagent.bench.mooncake import install
-from kvagent.bench.peer import RemoteFar, address_towards
+from kvagent.bench.peer import RemoteFar, address_towards, serve
 from kvagent.bench.plot import draw, require_matplotlib
 from kvagent.bench.shapes import Fragmentation, Shape, Workload, read_shapes
 from kvagent.bench.show import as_data, print_points, print_results
@@ -23,7 +25,9 @@ from kvagent.bench.world import Transport, World, why_no_netns
 from kvagent.demo.processes import exit_on_sigterm
 from kvagent.errors import ConfigError
 
-__all__ = ["Options", "run"]
+__all__ = ["Options", "measure", "serve_peer"]
+
+E = TypeVar("E", bound=Enum)
 
 BLOCK_SWEEP = (8, 16, 32, 64, 128)
 CONCURRENCY_SWEEP = (1, 2, 4, 8, 16)
@@ -41,9 +45,9 @@ class Options:
     block_sizes: Sequence[int] = (16,)
     producer_tp: int = 1
     consumer_tp: int = 1
-    fragmentations: Sequence[Fragmentation] = (Fragmentation.shuffled,)
+    fragmentations: Sequence[str] = ("shuffled",)
     concurrencies: Sequence[int] = (1,)
-    transport: Transport = Transport.shm
+    transport: str = "shm"
     netns: bool = False
     peer: str = ""
     mooncake: bool = False
@@ -54,14 +58,22 @@ class Options:
     plot_file: str = ""
 
 
-def run(options: Options) -> bool:
+def serve_peer(address: str, transport: str) -> None:
+    """Plays the producer for another machine's benchmark, until SIGTERM or SIGINT."""
+    serve(address, _one_of(Transport, transport, "--transport"))
+
+
+def measure(options: Options) -> bool:
     """Everything; False when a target was missed."""
     shapes = _chosen(options)
+    transport = _one_of(Transport, options.transport, "--transport")
+    if options.netns:
+        transport = Transport.tcp
     if options.plot_file:
         require_matplotlib()
     if options.netns and (why := why_no_netns()):
         raise ConfigError(f"--netns: {why}")
-    if options.mooncake and (options.peer or options.transport is Transport.shm):
+    if options.mooncake and (options.peer or transport is Transport.shm):
         raise ConfigError("--mooncake reads over TCP, on this machine: --transport tcp, no --peer")
     results: list[Result] = []
     points: list[Point] = []
@@ -71,7 +83,7 @@ def run(options: Options) -> bool:
             with _progress(None) as tick:
                 points += reach(QUICK if options.quick else FULL, results, tick)
         else:
-            with _world(options) as world:
+            with _world(options, transport) as world:
                 far: Far = RemoteFar(options.peer) if options.peer else LocalFar(world)
                 bench = Bench(world, far, rounds=options.rounds)
                 results += _run(bench, options, _workloads(options, shapes))
@@ -96,10 +108,17 @@ def _chosen(options: Options) -> dict[str, Shape]:
     return {name: shapes[name] for name in options.models or shapes}
 
 
-def _world(options: Options) -> World:
+def _one_of(kind: type[E], word: str, option: str) -> E:
+    try:
+        return kind(word)
+    except ValueError:
+        known = ", ".join(each.value for each in kind)
+        raise ConfigError(f"{option} {word!r}: it can be {known}") from None
+
+
+def _world(options: Options, transport: Transport) -> World:
     if options.peer:
-        return World(options.transport, host=address_towards(options.peer))
-    transport = Transport.tcp if options.netns else options.transport
+        return World(transport, host=address_towards(options.peer))
     return World(transport, netns=options.netns)
 
 
@@ -112,7 +131,7 @@ def _workload(options: Options, name: str, shape: Shape, **facts: object) -> Wor
             tokens=1 << 20,
             producer_tp=options.producer_tp,
             consumer_tp=options.consumer_tp,
-            fragmentation=options.fragmentations[0],
+            fragmentation=Fragmentation(options.fragmentations[0]),
             concurrency=options.concurrencies[0],
         ),
         block_size=block_size,
@@ -123,7 +142,10 @@ def _workload(options: Options, name: str, shape: Shape, **facts: object) -> Wor
 
 
 def _workloads(options: Options, shapes: dict[str, Shape]) -> list[Workload]:
-    kinds = itertools.product(options.block_sizes, options.fragmentations, options.concurrencies)
+    fragmentations = [
+        _one_of(Fragmentation, word, "--fragmentation") for word in options.fragmentations
+    ]
+    kinds = itertools.product(options.block_sizes, fragmentations, options.concurrencies)
     facts = [
         {"block_size": block, "fragmentation": kind, "concurrency": count}
         for block, kind, count in kinds

@@ -39,7 +39,7 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
 
 FULL = Scale()
 QUICK = Scale(
-    nbytes=4 << 20,
+    nbytes=16 << 20,
     rounds=1,
     small=20,
     many=20,
@@ -64,7 +64,8 @@ class Point(msgspec.Struct, frozen=True):
     @classmethod
     def at_most(cls, number: int, what: str, value: float, limit: float, unit: str = "") -> Point:
         unit = f" {unit}" if unit else ""
-        return cls(number, what, f"{value:,.3g}{unit}", f"<= {limit:g}{unit}", value <= limit)
+        text = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+        return cls(number, what, f"{text}{unit}", f"<= {limit:g}{unit}", value <= limit)
 
     @classmethod
     def at_least(cls, number: int, what: str, value: float, limit: float) -> Point:

@@ -6,6 +6,7 @@ a veth pair joins them, so that TCP is what two hosts would use (this needs root
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import socket
@@ -115,6 +116,7 @@ class World:
         self._folder = Path(tempfile.mkdtemp(prefix="kvagent-bench-"))
         self._children = Children(self._folder)
         self._sidecars: dict[Side, list[Sidecar]] = {"producer": [], "consumer": []}
+        self._raw: dict[Side, list[Helper]] = {"producer": [], "consumer": []}
         self._count = 0
         self._names: dict[Side, str] = {}
         if netns:
@@ -187,7 +189,16 @@ class World:
             sidecar.wait()
         return pool[:count]
 
+    def raw_ranks(self, side: Side, count: int) -> list[Helper]:
+        """The same for `raw` ranks."""
+        pool = self._raw[side]
+        while len(pool) < count:
+            pool.append(self.helper(side, [sys.executable, "-m", "kvagent.bench.raw"]))
+        return pool[:count]
+
     def close(self) -> None:
+        for helper in itertools.chain(*self._raw.values()):
+            helper.close()
         self._children.close()
         for name in self._names.values():
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)

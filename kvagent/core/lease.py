@@ -13,8 +13,9 @@ that time, every byte that was read before the question is right. That is the wh
 An offer of blocks that a fetch still writes is `refused` at once (see `kvagent.core.ledger`).
 An ended lease stays as a tombstone, so that a second delivery is answered as the first was, and a
 late one is told why. A claim that overtakes its offer (they travel on different sockets) is
-parked for a moment; the parking lot and the tombstones are bounded, so that no stranger can make
-the table grow. Times are the caller's `now`, in seconds of any monotonic clock.
+parked for a moment, and a release is remembered as long; both and the tombstones are bounded, so
+that no stranger can make the table grow. Times are the caller's `now`, in seconds of any
+monotonic clock.
 """
 
 from __future__ import annotations
@@ -131,6 +132,8 @@ class LeaseTable:
         self._live: dict[str, Lease] = {}
         self._tombstones: OrderedDict[str, tuple[Lease, float]] = OrderedDict()
         self._parked: dict[str, ParkedClaim] = {}
+        self._early: dict[tuple[str, bytes], float] = {}
+        """Releases that overtook their offer, by (transfer id, token): when they are forgotten."""
         self._by_request: dict[str, set[str]] = {}
         self._finished: set[str] = set()
         self.ended: Counter[str] = Counter()
@@ -166,11 +169,14 @@ class LeaseTable:
         )
         self._live[transfer_id] = lease
         self._by_request.setdefault(request_id, set()).add(transfer_id)
+        self._finished.discard(request_id)  # an earlier lease of it ended, and nobody was told yet
         try:
             lease.holding = self._ledger.lend([np.frombuffer(group, "<i4") for group in blocks])
         except BlockInUseError:
             self._end(now, lease, LeaseState.REFUSED)
             raise
+        if self._early.pop((transfer_id, token), now) > now:
+            self._end(now, lease, LeaseState.RELEASED)
 
     def answer_parked(self, now: float, transfer_id: str) -> tuple[str, Verdict] | None:
         """`(fetch_id, verdict)` when a claim waited for this offer."""
@@ -279,6 +285,8 @@ class LeaseTable:
             del self._parked[transfer_id]
         lease = self._find(now, transfer_id)
         if lease is None:
+            if len(self._early) < self.max_parked:
+                self._early[transfer_id, token] = now + self.park_seconds
             return Verdict.UNKNOWN
         if not hmac.compare_digest(lease.token, token):
             return Verdict.FORBIDDEN
@@ -297,6 +305,8 @@ class LeaseTable:
         """
         for lease in [lease for lease in self._live.values() if now >= lease.expires_at]:
             self._end(now, lease, LeaseState.EXPIRED)
+        for key in [key for key, until in self._early.items() if now >= until]:
+            del self._early[key]
         late = [key for key, claim in self._parked.items() if now >= claim.until]
         answers = [self._parked.pop(key).fetch_id for key in late]
         while self._tombstones:

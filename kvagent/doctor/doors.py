@@ -65,10 +65,10 @@ async def _control_door(config: Config) -> Door:
     if taken != IN_USE:
         return door
     local = "127.0.0.1" if host in ("*", "0.0.0.0") else "::1" if host == "::" else host
-    here = await ask(local, port, DIAL_SECONDS)
+    here = await ask(local, port, DIAL_SECONDS, config.keys)
     if not isinstance(here, Presence):
         return door
-    there = await ask(config.advertised_host(), port, DIAL_SECONDS)
+    there = await ask(config.advertised_host(), port, DIAL_SECONDS, config.keys)
     error = there if isinstance(there, str) else "another sidecar answers" * (there != here)
     return msgspec.structs.replace(
         door,

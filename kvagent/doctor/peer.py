@@ -1,9 +1,10 @@
 """Reads from a running engine, as a consumer would. Run as a process.
 
-`peer HOST PORT` asks the engine's leader who it is, says hello with the shape that it is told,
-meets every rank, checks each one's canary, reads from its cache memory into a buffer that nobody
-looks at, and prints a `PeerRead` as JSON. Nothing is claimed and nothing is written, and a rank
-only shows its memory to whoever gets through the handshake.
+`peer HOST PORT KEYS` (the folder of keys, or an empty word) asks the engine's leader who it is,
+says hello with the shape that it is told, meets every rank, checks each one's canary, reads from
+its cache memory into a buffer that nobody looks at, and prints a `PeerRead` as JSON. Nothing is
+claimed and nothing is written, and a rank only shows its memory to whoever gets through the
+handshake.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ class PeerRead(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-async def examine(host: str, port: int) -> PeerRead:
-    presence = await ask(host, port, CALL_SECONDS)
+async def examine(host: str, port: int, keys: str) -> PeerRead:
+    presence = await ask(host, port, CALL_SECONDS, keys)
     if isinstance(presence, str):
         return PeerRead(error=presence)
     if presence.shape is None:
         return PeerRead(presence=presence)
-    control = Control()
+    control = Control(keys=keys)
     try:
         hello = Hello(
             sender=f"doctor-{uuid.uuid4().hex}",
@@ -113,5 +114,5 @@ async def _call(control: Control, host: str, port: int, question: Peer) -> Peer:
 
 
 if __name__ == "__main__":
-    result = asyncio.run(examine(sys.argv[1], int(sys.argv[2])))
+    result = asyncio.run(examine(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
     print("\n" + msgspec.json.encode(result).decode())

@@ -72,8 +72,8 @@ def _look(
     yield from check_machine(machine, _ask_ucx(environ), this_host_only=local)
     progress("trying the ports")
     yield from check_doors(asyncio.run(look_at_doors(config)), this_host_only=local)
-    if keys := getattr(config, "keys", ""):
-        yield from check_keys(keys, look_at_keys(Path(keys)), machine.place.uid)
+    if config.keys:
+        yield from check_keys(config.keys, look_at_keys(Path(config.keys)), machine.place.uid)
     for kind in _kinds(machine):
         progress(f"reading {kind} memory from another process")
         outcome = run_child("selfread", [kind], SelfRead, {**environ, **WATCH})
@@ -81,7 +81,9 @@ def _look(
         yield from check_self_read(read, carriers(outcome.log).get(READER, ""))
     for peer, (host, port) in peers.items():
         progress(f"reading from {peer}")
-        found = run_child("peer", [host, str(port)], PeerRead, {**_data_plane(False), **WATCH})
+        found = run_child(
+            "peer", [host, str(port), config.keys], PeerRead, {**_data_plane(False), **WATCH}
+        )
         read_there = found.value or PeerRead(error=found.error)
         yield from check_peer(
             peer, read_there, carriers(found.log), machine.place, this_host_only=local

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvagent.errors import KVAgentError
+from kvagent.errors import ConfigError, KVAgentError
 from kvagent.wire.control import Control
 from kvagent.wire.messages import Presence, Who
 from kvagent.wire.peer import PeerClient
@@ -10,9 +10,12 @@ from kvagent.wire.peer import PeerClient
 __all__ = ["ask"]
 
 
-async def ask(host: str, port: int, timeout: float) -> Presence | str:
-    """Its answer, or why there is none."""
-    control = Control()
+async def ask(host: str, port: int, timeout: float, keys: str = "") -> Presence | str:
+    """Its answer, or why there is none. `keys` is the folder of keys, or empty."""
+    try:
+        control = Control(keys=keys)
+    except ConfigError as error:
+        return str(error)
     try:
         client = PeerClient(control, host, port)
         try:

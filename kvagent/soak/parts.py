@@ -120,6 +120,8 @@ class Member(Part):
 
     process: BaseProcess | None = None
     pipe: Pipe[Event] | None = None
+    listens: bool = False
+    """It has been up in this life, and empties its pipe while it is not stopped."""
 
     @property
     def pid(self) -> int:
@@ -133,6 +135,7 @@ class Member(Part):
 
     def start(self, folder: Path, target: Any, *arguments: Any) -> None:
         self._begin(folder)
+        self.listens = False
         ours, theirs = _context.Pipe()
         self.process = _context.Process(
             target=target, args=(theirs, str(self.log), *arguments), daemon=True
@@ -157,7 +160,7 @@ class Engine:
     scheduler: Member
     memory: list[HostMemory]
     backlog: list[Command] = field(default_factory=list)
-    """Kept for a scheduler that is stopped: it does not empty its pipe."""
+    """Kept for a scheduler that does not empty its pipe."""
 
     @property
     def name(self) -> str:
@@ -173,8 +176,12 @@ class Engine:
         yield self.scheduler
 
     def say(self, command: Command) -> None:
-        """To the scheduler."""
-        if self.scheduler.paused:
-            self.backlog.append(command)
-        else:
-            self.scheduler.say(command)
+        """To the scheduler, now or as soon as it listens."""
+        self.backlog.append(command)
+        self.flush()
+
+    def flush(self) -> None:
+        if self.backlog and self.scheduler.listens and not self.scheduler.paused:
+            backlog, self.backlog = self.backlog, []
+            for command in backlog:
+                self.scheduler.say(command)

@@ -39,6 +39,8 @@ from kvagent.soak.worker import AGAIN_SECONDS, START_SECONDS, log_to
 
 POLL_SECONDS = 0.003
 PROBE_SECONDS = 0.5
+LOST_SECONDS = 40.0
+"""Longer than a client takes to report what was open when its sidecar died."""
 
 
 @dataclass(slots=True)
@@ -56,12 +58,22 @@ class _Prefix:
 
 
 @dataclass(slots=True)
+class _Old:
+    """A client that has lost its sidecar, and what it has still to report."""
+
+    client: EngineClient
+    requests: set[str]
+    until: float
+
+
+@dataclass(slots=True)
 class _Scheduler:
     pipe: Pipe[Command]
     shape: Shape
     pool: Pool
     socket: str
     client: EngineClient | None = None
+    old: list[_Old] = field(default_factory=list)
     ready: bool = False
     refusals: list[str] = field(default_factory=list)
     again_at: float = 0.0
@@ -79,6 +91,7 @@ class _Scheduler:
                 self._obey(self.pipe.receive())
             if self.client is not None:
                 self._take(self.client.step())
+            self._take_old()
 
     # ------------------------------------------------------------ the sidecar
 
@@ -117,16 +130,23 @@ class _Scheduler:
             self._lost()
 
     def _lost(self) -> None:
-        """Takes everything that the client has to report before it is given up."""
+        """The client is kept until it has reported everything."""
         assert self.client is not None
-        until = time.monotonic() + 10.0
-        while (self.lent or self.borrowed) and time.monotonic() < until:
-            self._take(self.client.step())
-            time.sleep(POLL_SECONDS)
-        for request in [*self.lent, *self.borrowed]:
-            self._say(Wrong(f"{request} was not reported when the sidecar was lost"))
-        self.client.close()
+        requests = {*self.lent, *self.borrowed}.difference(*(old.requests for old in self.old))
+        self.old.append(_Old(self.client, requests, time.monotonic() + LOST_SECONDS))
         self.client, self.ready = None, False
+
+    def _take_old(self) -> None:
+        for old in list(self.old):
+            self._take(old.client.step())
+            old.requests &= self.lent.keys() | self.borrowed.keys()
+            if time.monotonic() > old.until:
+                for request in old.requests:
+                    self._say(Wrong(f"{request} was not reported when the sidecar was lost"))
+                old.requests.clear()
+            if not old.requests:
+                old.client.close()
+                self.old.remove(old)
 
     # ------------------------------------------------------------ commands
 

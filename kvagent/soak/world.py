@@ -123,10 +123,7 @@ class World:
                 member.pipe.connection.close()
                 member.pipe = None
         for engine in self.engines.values():
-            if engine.backlog and not engine.scheduler.paused:
-                backlog, engine.backlog = engine.backlog, []
-                for command in backlog:
-                    engine.say(command)
+            engine.flush()
             for part in engine.parts():
                 if part.exit_code() is not None and (
                     isinstance(part, Sidecar) or (isinstance(part, Member) and part.pipe is None)
@@ -205,7 +202,7 @@ class World:
         )
 
     def _came_up(self, engine: Engine, member: Member, event: Up) -> None:
-        member.up = True
+        member.up = member.listens = True
         self.refusals += event.refusals
         if member in engine.workers:
             sidecar = engine.sidecars[engine.workers.index(member)]

@@ -64,7 +64,7 @@ def log_end(end: FetchEnd) -> None:
 
 def _word(value: object) -> str:
     text = str(value)
-    quoted = not text or any(char in text for char in ' "=')
+    quoted = not text or any(char in ' "=' or not char.isprintable() for char in text)
     return json.dumps(text) if quoted else text
 
 

@@ -174,7 +174,13 @@ FIGURES = (
         lambda status: {tuple(_text(status[key]) for key in _IDENTITY): 1},
         ("version", "engine", "rank", "role"),
     ),
-    Figure("kvagent_uptime_seconds", "gauge", "rank", "seconds", _one("uptime_seconds")),
+    Figure(
+        "kvagent_uptime_seconds",
+        "gauge",
+        "rank",
+        "seconds since the sidecar started",
+        _one("uptime_seconds"),
+    ),
     Figure(
         "kvagent_fetches",
         "gauge",

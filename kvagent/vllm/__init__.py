@@ -11,18 +11,29 @@ interface changes between releases, so other releases than those it was written 
 
 from __future__ import annotations
 
-import vllm
+from typing import TYPE_CHECKING, Any
 
-from kvagent.errors import ConfigError
+if TYPE_CHECKING:
+    from kvagent.vllm.connector import KVAgentConnector
+
+__all__ = ["KVAgentConnector"]
 
 RELEASES = ("0.32", "0.33")
 
-if ".".join(vllm.__version__.split(".")[:2]) not in RELEASES:
-    raise ConfigError(
-        f"this is vLLM {vllm.__version__}; kvagent's connector works with "
-        f"{' and '.join(RELEASES)}, because vLLM's connector interface changes between releases"
-    )
 
-from kvagent.vllm.connector import KVAgentConnector  # noqa: E402  (a clear word comes first)
+def __getattr__(name: str) -> Any:
+    if name != "KVAgentConnector":
+        raise AttributeError(f"module 'kvagent.vllm' has no attribute {name!r}")
+    import vllm
 
-__all__ = ["KVAgentConnector"]
+    from kvagent.errors import ConfigError
+
+    # Before the connector is imported, which needs names that other releases do not have.
+    if ".".join(vllm.__version__.split(".")[:2]) not in RELEASES:
+        raise ConfigError(
+            f"this is vLLM {vllm.__version__}; kvagent's connector works with "
+            f"{' and '.join(RELEASES)}, because vLLM's connector interface changes between releases"
+        )
+    from kvagent.vllm.connector import KVAgentConnector
+
+    return KVAgentConnector

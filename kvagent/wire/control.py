@@ -1,4 +1,7 @@
-"""What all control sockets of one sidecar share: the ZMQ context, their options, and drills.
+"""What all control sockets of one sidecar share: the ZMQ context, their options, keys, and drills.
+
+With a folder of keys (see `keys`) every connection is encrypted by CURVE, and authenticated both
+ways; `start` watches the folder. Without one, it is neither.
 
 A `[chaos]` section in the settings makes `send` lose, repeat, delay and reorder messages; without
 one it only sends.
@@ -9,31 +12,54 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 import zmq.asyncio
 
 from kvagent.core.chaos import ChaosConfig, ChaosPlan, Fault
+from kvagent.wire.door import DOMAIN, Door
+from kvagent.wire.keys import KeyPair, KeyRing, fingerprint, fresh_ring, load_ring, look
 from kvagent.wire.messages import KINDS, MAX_PEER_BYTES, Peer
 
-log = logging.getLogger("kvagent.chaos")
+log = logging.getLogger("kvagent.control")
 
 MAX_SOCKETS = 16384
 """Of ZMQ, whose default of 1,023 fewer peers would exhaust."""
 HEARTBEAT_MS = 2000
 HEARTBEAT_TIMEOUT_MS = 6000
+HANDSHAKE_MS = 5000
+"""A connection that is not made by then is closed: nobody holds descriptors for nothing."""
+LOOK_SECONDS = 1.0
+"""How often the folder of keys is looked at."""
+MAX_REMEMBERED = 4096
+"""Addresses whose key is remembered."""
 
 Way = tuple[zmq.asyncio.Socket, tuple[bytes, ...]]
 """A socket and, if it is a ROUTER, the peer's identity: what goes the same way keeps its order."""
 
 
+class KeyUser(Protocol):
+    """A socket with connections that were made with keys which may change."""
+
+    def keys_changed(self, *, own: bool) -> None:
+        """Some keys are allowed no more; `own`: this sidecar's pair is another one."""
+
+
 class Control:
     """One per agent; `close` after every socket."""
 
-    def __init__(self, chaos: ChaosConfig | None = None) -> None:
-        """Raises `ConfigError` for a drill that contradicts itself or names unknown messages."""
+    def __init__(self, chaos: ChaosConfig | None = None, keys: str = "") -> None:
+        """`keys` is a folder, or empty. Raises `ConfigError` for keys that are not there or open to
+        others, and for a drill that contradicts itself or names unknown messages."""
+        self._folder = keys
+        self._ring: KeyRing | None = load_ring(keys) if keys else None
+        self._door: Door | None = None
+        self._watching: list[asyncio.Task[None]] = []
+        self._known: OrderedDict[str, bytes] = OrderedDict()
+        self.key_users: set[KeyUser] = set()
         self.chaos: ChaosPlan | None = None
         if chaos is not None and chaos.active:
             chaos.validate(KINDS)
@@ -45,15 +71,104 @@ class Control:
         """Messages that wait for the next one on their way."""
         self._late: set[asyncio.Task[None]] = set()
 
+    def start(self) -> None:
+        """From now on peers with allowed keys can connect, and changes of the keys are noticed."""
+        if self._ring is not None:
+            self._door = Door(self._context, lambda: self.ring.allowed)
+            self._watching = [
+                asyncio.create_task(self._door.answer(), name="door"),
+                asyncio.create_task(self._watch(look(self._folder)), name="keys"),
+            ]
+
     def socket(self, kind: int) -> zmq.asyncio.Socket:
-        """A ROUTER or DEALER. Raises `zmq.ZMQError` when there are too many."""
+        """A ROUTER or DEALER; a ROUTER asks for keys when there are any, a DEALER is given them by
+        `authenticate`. Raises `zmq.ZMQError` when there are too many."""
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_PEER_BYTES)
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        if self.has_keys and kind == zmq.ROUTER:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self.own.secret)
+            socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a door nobody comes in
         return socket
+
+    # ------------------------------------------------------------ keys
+
+    @property
+    def has_keys(self) -> bool:
+        return self._ring is not None
+
+    @property
+    def ring(self) -> KeyRing:
+        assert self._ring is not None  # `has_keys` was asked
+        return self._ring
+
+    @property
+    def own(self) -> KeyPair:
+        return self.ring.own
+
+    @property
+    def denied(self) -> int:
+        """Connections that were refused for their keys."""
+        return self._door.denied if self._door is not None else 0
+
+    def authenticate(self, socket: zmq.asyncio.Socket, server: bytes) -> None:
+        """The next connection of a DEALER is to whoever has the key `server`."""
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.own.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.own.secret)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, server)
+
+    def server_keys(self, address: str) -> list[bytes]:
+        """The keys that the sidecar at `address` may have; the one that it had last comes first."""
+        keys = self.ring.servers()
+        last = self._known.get(address)
+        return [last, *(key for key in keys if key != last)] if last in keys else keys
+
+    def remember(self, address: str, key: bytes) -> None:
+        self._known[address] = key
+        self._known.move_to_end(address)
+        if len(self._known) > MAX_REMEMBERED:
+            self._known.popitem(last=False)
+
+    async def _watch(self, seen: object) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            try:
+                now = await asyncio.to_thread(look, self._folder)
+                if now != seen or self.ring.problems:
+                    self._use(await asyncio.to_thread(fresh_ring, self._folder, self.ring))
+                    seen = now
+            except Exception:
+                log.exception("keys in %s", self._folder)
+
+    def _use(self, ring: KeyRing) -> None:
+        old, self._ring = self.ring, ring
+        for problem in ring.problems:
+            if problem not in old.problems:
+                log.warning("%s", problem)
+        own = ring.own != old.own
+        removed = old.allowed.keys() - ring.allowed.keys()
+        added = ring.allowed.keys() - old.allowed.keys()
+        if own or added or removed:
+            names = {fingerprint(key): "added" for key in added}
+            names |= {fingerprint(key): "removed" for key in removed}
+            log.info(
+                "keys: own %s%s; allowed: %d%s",
+                fingerprint(ring.own.public),
+                " (new)" if own else "",
+                len(ring.allowed),
+                "".join(f", {name} {how}" for name, how in sorted(names.items())),
+            )
+        if own or removed:
+            for user in list(self.key_users):
+                user.keys_changed(own=own)
+
+    # ------------------------------------------------------------ sending
 
     async def send(
         self, socket: zmq.asyncio.Socket, frames: Sequence[bytes], message: Peer
@@ -100,7 +215,10 @@ class Control:
         task.add_done_callback(self._late.discard)
 
     async def close(self) -> None:
-        for task in list(self._late):
+        tasks = [*self._late, *self._watching]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._late, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._door is not None:
+            self._door.close()
         self._context.destroy(linger=0)

@@ -3,7 +3,11 @@
 A message is two frames: a head (magic, protocol version, call number) and one msgpack message.
 The version stands in the head, so that two sidecars of different versions can tell each other so
 before either decodes anything else. A call is sent again until it is answered or its time is up;
-the answering side must therefore be idempotent. No bytes that arrive here can stop the agent.
+the answering side must therefore be idempotent. No bytes that arrive here can stop the agent, and
+a peer that is refused again and again is not listened to for a while.
+
+When this sidecar's keys change, or a peer's are allowed no more, the server's connections end and
+callers dial again.
 """
 
 from __future__ import annotations
@@ -12,13 +16,16 @@ import asyncio
 import itertools
 import logging
 import struct
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import zmq
+import zmq.asyncio
 
 from kvagent.errors import ConfigError, HandshakeError, PeerGoneError, ProtocolError
 from kvagent.wire.control import Control
+from kvagent.wire.dial import Dialer
 from kvagent.wire.messages import (
     PROTOCOL,
     Peer,
@@ -26,6 +33,7 @@ from kvagent.wire.messages import (
     decode_question,
     peer_codec,
 )
+from kvagent.wire.refusals import Complaints, Patience
 
 log = logging.getLogger("kvagent.peer")
 
@@ -38,6 +46,10 @@ MAX_CALLS = 2048
 """The same for one peer."""
 RECEIVE_WINDOW = 32
 """Messages of one peer that may wait to be looked at; it is made to wait with the rest."""
+BREATH = 64
+BREATH_SECONDS = 0.005
+"""After so many messages of peers that nobody listens to, the server does something else."""
+REBIND_SECONDS = 0.01
 
 Handler = Callable[[Peer], Awaitable[Peer]]
 
@@ -54,13 +66,22 @@ class PeerServer:
         self._control = control
         self._handler = handler
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loop_task: asyncio.Task[None] | None = None
+        self._receiving: asyncio.Task[None] | None = None
+        self._moving: asyncio.Task[None] | None = None
         self._answering: dict[bytes, set[int]] = {}
         """Calls of each peer that are being answered."""
+        self._patience = Patience()
+        self._complaints = Complaints()
+        self._ignored = 0
+        self._address = ""
         self.rejected = 0
-        self._socket = control.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-        self._socket.setsockopt(zmq.RCVHWM, RECEIVE_WINDOW)
+        self._socket = self._new_socket()
+
+    def _new_socket(self) -> zmq.asyncio.Socket:
+        socket = self._control.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+        socket.setsockopt(zmq.RCVHWM, RECEIVE_WINDOW)
+        return socket
 
     def bind(self, host: str, port: int) -> int:
         """Binds before anything is published; returns the real port (0 asks for a free one)."""
@@ -76,73 +97,132 @@ class PeerServer:
                 "free the port or give another one with --bind HOST:PORT (port 0: any)"
             ) from error
         last = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        return int(last.rsplit(":", 1)[1])
+        real = int(last.rsplit(":", 1)[1])
+        self._address = endpoint(host, real)
+        return real
 
     def start(self) -> None:
-        self._loop_task = asyncio.create_task(self._run(), name="peer-server")
+        self._receiving = asyncio.create_task(self._receive(), name="peer-server")
+        self._control.key_users.add(self)
 
-    async def _run(self) -> None:
+    def keys_changed(self, *, own: bool) -> None:
+        """ZMQ cannot end a single connection: all of them end, and good peers dial again."""
+        if self._moving is None or self._moving.done():
+            self._moving = asyncio.create_task(self._move(), name="peer-server-keys")
+
+    async def _move(self) -> None:
+        """To a new socket on the same port."""
+        assert self._receiving is not None  # it was started
+        self._receiving.cancel()
+        await asyncio.gather(self._receiving, return_exceptions=True)
+        self._socket.close()
+        self._answering = {}
+        while True:
+            self._socket = self._new_socket()
+            try:
+                self._socket.bind(self._address)
+                break
+            except zmq.ZMQError as error:  # libzmq frees the port in its own time
+                self._socket.close()
+                log.debug("%s: %s", self._address, error)
+            await asyncio.sleep(REBIND_SECONDS)
+        self._receiving = asyncio.create_task(self._receive(), name="peer-server")
+
+    async def _receive(self) -> None:
         while True:
             try:
-                frames = await self._socket.recv_multipart()
-                self._accept(frames)
-            except ProtocolError as error:
-                self.rejected += 1
-                log.debug("dropped a message: %s", error)
+                frames = await self._socket.recv_multipart(copy=False)
+                identity = frames[0].bytes
+                if self._patience.lost(identity, time.monotonic()):
+                    await self._ignore()
+                    continue
+                try:
+                    self._accept([frame.bytes for frame in frames[:4]])
+                except ProtocolError as error:
+                    self.rejected += 1
+                    self._refuse(identity, _address_of(frames), str(error))
             except zmq.ZMQError as error:
                 log.warning("control socket: %s", error)
                 await asyncio.sleep(0.1)
 
+    async def _ignore(self) -> None:
+        self.rejected += 1
+        self._ignored += 1
+        if self._ignored % BREATH == 0:
+            await asyncio.sleep(BREATH_SECONDS)
+
+    def _refuse(self, identity: bytes, address: str, why: str) -> None:
+        now = time.monotonic()
+        self._patience.refused(identity, now)
+        left_out = self._complaints.worth_a_line(address, now)
+        if left_out is not None:
+            more = f" [{left_out} more like it]" if left_out else ""
+            log.warning("dropped a message from %s: %s%s", address, why, more)
+
     def _accept(self, frames: list[bytes]) -> None:
+        """Looks at one message: identity, head, body. Raises `ProtocolError`."""
         if len(frames) != 3 or len(frames[1]) != HEAD.size:
-            raise ProtocolError(f"{len(frames)} frames, not identity, head and message")
-        magic, version, call = HEAD.unpack(frames[1])
+            raise ProtocolError("not a head and a message")
+        identity, head, body = frames
+        magic, version, call = HEAD.unpack(head)
         if magic != MAGIC:
             raise ProtocolError("not a kvagent message")
-        identity = frames[0]
         if version != PROTOCOL:
+            self._patience.refused(identity, time.monotonic())
             text = f"peer protocol {version} here meets {PROTOCOL}; run the same kvagent on both"
-            self._spawn(self._send(identity, call, Refused(code="protocol", message=text)))
+            self._spawn(
+                self._send(self._socket, identity, call, Refused(code="protocol", message=text))
+            )
             return
-        message = decode_question(frames[2])
+        message = decode_question(body)
         open_calls = self._answering.get(identity, set())
         if call in open_calls:
             return  # asked again while the answer is on its way
         if len(self._tasks) >= MAX_TASKS or len(open_calls) >= MAX_CALLS:
-            raise ProtocolError("too many calls at once")
+            self.rejected += 1  # too much at once: they ask again
+            return
         open_calls.add(call)
         self._answering[identity] = open_calls
-        self._spawn(self._answer(identity, call, message))
+        self._spawn(self._answer(self._socket, identity, call, message))
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, identity: bytes, call: int, message: Peer) -> None:
+    async def _answer(
+        self, socket: zmq.asyncio.Socket, identity: bytes, call: int, message: Peer
+    ) -> None:
+        answering = self._answering
         try:
             answer = await self._handler(message)
         except Exception:
             log.exception("the handler of %s failed", type(message).__name__)
             answer = Refused(code="internal", message="internal error; see the peer's log")
         finally:
-            open_calls = self._answering[identity]
+            open_calls = answering[identity]
             open_calls.discard(call)
             if not open_calls:
-                del self._answering[identity]
-        await self._send(identity, call, answer)
+                del answering[identity]
+        if isinstance(answer, Refused):
+            self._patience.refused(identity, time.monotonic())
+        await self._send(socket, identity, call, answer)
 
-    async def _send(self, identity: bytes, call: int, message: Peer) -> None:
+    async def _send(
+        self, socket: zmq.asyncio.Socket, identity: bytes, call: int, message: Peer
+    ) -> None:
+        """Over the connection that the question came by, if there still is one."""
         head = HEAD.pack(MAGIC, PROTOCOL, call)
         try:
             frames = [identity, head, peer_codec.encode(message)]
-            await self._control.send(self._socket, frames, message)
+            await self._control.send(socket, frames, message)
         except (zmq.ZMQError, ProtocolError) as error:
             # The caller went away, or asked for more than an answer may hold.
             log.debug("answer not sent: %s", error)
 
     async def close(self) -> None:
-        tasks = [*self._tasks, *([self._loop_task] if self._loop_task else [])]
+        self._control.key_users.discard(self)
+        tasks = [*self._tasks, *filter(None, (self._moving, self._receiving))]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -164,8 +244,12 @@ class PeerClient:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing queues up for a peer that is gone
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._dialer: Dialer | None = None
         try:
-            self._socket.connect(endpoint(host, port))
+            if control.has_keys:
+                self._dialer = Dialer(control, self._socket, endpoint(host, port))
+            else:
+                self._socket.connect(endpoint(host, port))
         except (zmq.ZMQError, UnicodeEncodeError) as error:
             self._socket.close()
             raise HandshakeError(f"{host!r}:{port} is not an address: {error}") from error
@@ -202,9 +286,10 @@ class PeerClient:
         finally:
             self._open.pop(call, None)
             answer.cancel()
+        trouble = self._dialer.trouble if self._dialer is not None else ""
         raise PeerGoneError(
             f"{self} did not answer {type(message).__name__} within {timeout:g} s; "
-            "is the sidecar there, and does it advertise an address that can be reached?"
+            + (trouble or "is the sidecar there, is its address right, and do both have keys?")
         )
 
     async def _transmit(
@@ -254,6 +339,8 @@ class PeerClient:
     async def close(self) -> None:
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
+        if self._dialer is not None:
+            await self._dialer.close()
         for answer in self._open.values():
             if not answer.done():
                 answer.set_exception(PeerGoneError(f"the connection to {self} was closed"))
@@ -264,3 +351,11 @@ def _explain(refused: Refused, client: PeerClient) -> str:
     text = f"{refused.code}: {client} refused: {refused.message}"
     fields = "; ".join(f"{d.field}: {d.local} there, {d.remote} here" for d in refused.differences)
     return f"{text}: {fields}" if fields else text
+
+
+def _address_of(frames: Sequence[zmq.Frame]) -> str:
+    """The host that a message came from, as libzmq says."""
+    try:
+        return str(frames[-1].get("Peer-Address"))
+    except zmq.ZMQError:
+        return "somewhere"

@@ -159,7 +159,22 @@ def test_release_of_a_parked_claim(table: LeaseTable) -> None:
     claim(table, 0)
     assert table.release(0.1, "t", TOKEN, "f") is Verdict.UNKNOWN
     assert offer(table, 1) is None, "nobody waits any more"
-    assert table.counts()["offered"] == 1
+    assert table.counts()["offered"] == 0, "the release is for this offer too"
+    assert table.take_finished() == {"r"}
+
+
+def test_a_release_that_overtakes_its_offer(table: LeaseTable) -> None:
+    assert table.release(0, "a", TOKEN, "") is Verdict.UNKNOWN
+    assert table.release(0, "b", b"x" * 16, "") is Verdict.UNKNOWN
+    assert table.release(0, "c", TOKEN, "f") is Verdict.UNKNOWN
+    assert table.release(0, "d", TOKEN, "") is Verdict.UNKNOWN, "too many are not remembered"
+    for name in "abd":
+        offer(table, 1, name, name)
+    assert table.take_finished() == {"a"}
+    assert claim(table, 1, "f", "a") is Verdict.RELEASED
+    table.sweep(3)
+    offer(table, 3, "c", "c")  # it came too late
+    assert table.counts()["offered"] == 3
 
 
 def test_release_unclaimed_and_claimed(table: LeaseTable) -> None:

@@ -17,7 +17,7 @@ from rigs import full, layout, worker
 from kvagent.core.ledger import BlockState, Holding, Ledger, written_blocks
 from kvagent.core.plan import assign, make_plan
 from kvagent.core.regions import CacheGroup, RankLayout
-from kvagent.core.specs import MambaSpec, TokenShard
+from kvagent.core.specs import CacheSpec, MambaSpec, TokenShard
 from kvagent.errors import BlockInUseError
 
 Ids = npt.NDArray[np.int32]
@@ -388,7 +388,8 @@ def engines(draw: st.DrawFn) -> tuple[list[RankLayout], RankLayout]:
     split = draw(st.sampled_from([1, 1, 2, 3]))
     interleave = draw(st.sampled_from([1, 2, 4]))
     assume(all(kernel % interleave == 0 for _, kernel in sizes))
-    near, far = [], {}
+    near: list[RankLayout] = []
+    far: dict[str, CacheSpec] = {}
     for stage, layers in enumerate(stages):
         named = {f"{stage}.{i}": layer for i, layer in enumerate(layers)}
         for rank in range(split):

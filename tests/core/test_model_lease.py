@@ -362,11 +362,35 @@ class LeaseMachine(RuleBasedStateMachine):
         self.broken |= {t for t, one in self.model.live.items() if self.now >= one.until}
 
     @precondition(lambda self: self.tickets)
-    @rule(back=lately, fetch=fetches)
-    def a_question_comes_too_late(self, back: int, fetch: str) -> None:
-        """It is the first to notice that the lease ran out."""
-        self.time_passes(LEASE)
-        self.renew(back, fetch, 1)
+    @rule(
+        back=lately,
+        fetch=fetches,
+        claimed=st.booleans(),
+        how=st.sampled_from(["lapses", "swept", "cancel", "revoke", "drop", "complete", "release"]),
+        asked=st.lists(st.sampled_from(["claim", "renew", "complete", "release"]), max_size=4),
+    )
+    def it_ends_and_is_asked_for(
+        self, back: int, fetch: str, claimed: bool, how: str, asked: list[str]
+    ) -> None:
+        """What any order would come to at last, more often."""
+        questions = {
+            "claim": lambda: self.claim(back, fetch, True, True, 1),
+            "renew": lambda: self.renew(back, fetch, 1),
+            "complete": lambda: self.complete(back, fetch, True, 1),
+            "release": lambda: self.release(back, fetch, True, 1),
+        }
+        ends = {
+            "lapses": lambda: self.time_passes(LEASE),
+            "swept": lambda: (self.time_passes(LEASE), self.sweep()),
+            "cancel": lambda: self.cancel(self.ticket(back).request, True),
+            "revoke": lambda: self.revoke_all(True),
+            "drop": lambda: self.drop_consumer(CONSUMERS[fetch], True),
+        }
+        if claimed:
+            questions["claim"]()
+        (ends | questions)[how]()
+        for name in asked:
+            questions[name]()
 
     @rule()
     def sweep(self) -> None:
@@ -472,6 +496,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 TestLeases = LeaseMachine.TestCase
+TestLeases.settings = settings(max_examples=2 * settings.default.max_examples)
 
 
 @pytest.mark.slow

@@ -544,17 +544,23 @@ class TransferMachine(RuleBasedStateMachine):
         count=st.integers(1, 3),
         before=st.integers(1, 5),
         seconds=st.sampled_from([AGAIN, LEASE, LEASE + 1.0]),
-        what=st.sampled_from(["", "producer", "consumer", "network"]),
+        what=st.sampled_from(
+            ["", "producer", "consumer", "network", "cancel", "revoke", "drop", "restart"]
+        ),
         reads=st.booleans(),
     )
     def transfer_with_a_pause(
         self, count: int, before: int, seconds: float, what: str, reads: bool
     ) -> None:
-        """All is well, but for a while in the middle."""
+        """All is well, but for something in the middle."""
         self.prompt_is_done(count, False, True, True)
         self.all_is_well(before)
         self.cut = what == "network"
-        self.time_passes(seconds, "" if what == "network" else what, False)
+        if what in ("revoke", "drop", "restart"):
+            self.producer_forgets(what, True)
+        elif what == "cancel" and self.producer.requests:
+            self.producer_cancels(-1, True)
+        self.time_passes(seconds, what if what in ("producer", "consumer") else "", False)
         if reads:
             self.all_read()
         self.all_is_well(12)
