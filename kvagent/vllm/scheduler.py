@@ -55,6 +55,9 @@ class SchedulerSide:
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_prefill"):
             return
+        if request.abort_immediately:  # the API server refused it, and says so in this way
+            self._release(params)
+            return
         if not self._consumes:
             log.warning("request %s has a ticket, but kv_role is kv_producer", request.request_id)
             return
