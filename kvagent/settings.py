@@ -33,7 +33,7 @@ __all__ = ["PREFIX", "Layer", "Setting", "build", "read_environ", "read_file", "
 
 PREFIX = "KVAGENT_"
 NO_SETTINGS = ("KVAGENT_CONFIG", "KVAGENT_TORCH", "KVAGENT_VLLM", "KVAGENT_ARTEFACTS")
-"""Variables with our prefix that are no settings: the file's path, and those of our scripts and tests."""
+"""Variables with our prefix that are no settings: the file, and those of scripts and tests."""
 
 _SERVICE_LINK = re.compile(
     r"KVAGENT_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?"

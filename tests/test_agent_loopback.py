@@ -817,3 +817,19 @@ def test_the_engine_starts_afresh_at_every_stage(engines: Engines, at: type, tp:
     with again(fresh) as once_more:
         good(producer, once_more, "r")
         at_rest(producer, once_more)
+
+
+def test_an_offer_that_crosses_the_end_of_an_earlier_one(engines: Engines) -> None:
+    """The engine makes a second offer of a request before it takes the report of the first."""
+    producer, consumer = engines("prefill"), engines("decode")
+    ticket = offer(producer, "r")
+    consumer.client.fetch("r", ticket, LOCAL)
+    assert consumer.received("r", LONG) is None
+    wait_for(lambda: len(sidecar(producer).agent.leader.outbox), "the report is on its way")
+    wait_for(lambda: producer.client._reports, "it has arrived")
+    ticket = offer(producer, "r")
+    quiet(producer)
+    consumer.client.fetch("again", ticket, LOCAL)
+    assert consumer.received("again", LONG) is None
+    producer.sent("r", LONG)
+    at_rest(producer, consumer)

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvagent.visible import metrics
+from kvagent.visible import figures, metrics
 from kvagent.visible.events import FetchEnd
 from tests.harness import Engine
 from tests.test_agent_loopback import LOCAL, failed, good, offer, sidecar
@@ -70,7 +70,7 @@ def test_help_says_unit_and_scope(engines: Engines) -> None:
         for family in text_string_to_metric_families(text)
         if family.name.startswith("kvagent") and not family.name.endswith("_created")
     ]
-    declared = {f.name for f in metrics.FIGURES} | {t.name for t in metrics.TIMINGS}
+    declared = {f.name for f in figures.FIGURES} | {t.name for t in metrics.TIMINGS}
     assert {family.name for family in ours} == declared
     for family in ours:
         assert family.documentation.endswith(
@@ -83,7 +83,7 @@ def test_help_says_unit_and_scope(engines: Engines) -> None:
 
 def test_the_table_for_people_has_all() -> None:
     table = metrics.metrics_markdown()
-    for figure in metrics.FIGURES:
+    for figure in figures.FIGURES:
         assert f"`{figure.name}" in table
     for timing in metrics.TIMINGS:
         assert f"`{timing.name}`" in table
@@ -114,14 +114,14 @@ def test_a_metric_that_raises_fails_no_transfer(engines: Engines) -> None:
 def test_a_figure_that_raises_leaves_out_itself_alone(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(_: metrics.Status) -> metrics.Values:
+    def broken(_: figures.Status) -> figures.Values:
         raise KeyError("gone")
 
-    figures = [
+    changed = [
         figure._replace(values=broken) if figure.name == "kvagent_leases" else figure
-        for figure in metrics.FIGURES
+        for figure in figures.FIGURES
     ]
-    monkeypatch.setattr(metrics, "FIGURES", figures)
+    monkeypatch.setattr(metrics, "FIGURES", changed)
     engine = engines("decode", http=HTTP)
     found = scrape(engine)
     assert found["kvagent_ready",] == 1
@@ -170,7 +170,7 @@ def test_peers_are_bounded_and_escaped() -> None:
     found = numbers(peers=peers)
     ranks = [name for name in found if name.startswith("kvagent_peer_ranks{")]
     rates = [v for name, v in found.items() if name.startswith("kvagent_peer_bytes_per_second{")]
-    assert len(ranks) == len(rates) == metrics.MAX_PEERS
+    assert len(ranks) == len(rates) == figures.MAX_PEERS
     assert set(rates) == {3.0}, "the slowest rank"
     assert found["kvagent_peers"] == 1000
     assert not [name for name in found if name.startswith("forged")]
@@ -229,7 +229,7 @@ def test_the_dashboard_asks_for_what_there_is(engines: Engines) -> None:
             wanted |= {x for by in re.findall(r"by \(([^)]*)\)", query) for x in by.split(", ")}
             assert wanted - {"instance"} <= labels[name], query
     ours = {name for name in labels if name.startswith("kvagent")}
-    declared = {figure.name for figure in metrics.FIGURES} | {t.name for t in metrics.TIMINGS}
+    declared = {figure.name for figure in figures.FIGURES} | {t.name for t in metrics.TIMINGS}
     missing = [name for name in declared if not any(each.startswith(name) for each in asked)]
     assert not missing, "a metric that the dashboard does not show"
     assert ours >= declared

@@ -97,6 +97,16 @@ def same_text(pair: Pair, prompts: Sequence[Prompt], expected: Sequence[str]) ->
     }
 
 
+def embedded(pair: KVAgentPair, prompt: Prompt, expected: str) -> Result:
+    """The prefill server runs the agent in its worker; the decode server has its sidecar."""
+    pair.embed_prefill()
+    before = fetches(pair)
+    ticket = pair.prefill.ticket(prompt)
+    right = pair.decode.text(prompt, ANSWER, kv_transfer_params=ticket) == expected
+    moved = fetches(pair) - before
+    return {"ok": right and moved == 1, "right text": right, "transfers": int(moved)}
+
+
 # ---------------------------------------------------------------- steps while transfers come in
 
 

@@ -43,6 +43,9 @@ class _Timed:
     def update_state_after_alloc(self, *args: Any) -> Any:
         return self._timed("update_state_after_alloc", *args)
 
+    def update_connector_output(self, *args: Any) -> None:
+        self._timed("update_connector_output", *args)
+
     def build_connector_meta(self, *args: Any) -> Any:
         result = self._timed("build_connector_meta", *args)
         self._end_step()

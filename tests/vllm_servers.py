@@ -24,7 +24,7 @@ from tests.harness import Sidecar
 ROOT = Path(__file__).parent.parent
 START_SECONDS = 400.0
 """Generous: vLLM takes 40 s on two idle cores."""
-REQUEST_SECONDS = 300.0
+REQUEST_SECONDS = 1800.0
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 """What a router sends to a prefill server."""
 
@@ -284,6 +284,7 @@ class KVAgentPair(Pair):
         super().__init__(folder, "TimedKVAgentConnector", prefill_options, decode_options)
         self.sidecars: dict[str, Sidecar] = {}
         self.status: dict[str, Http] = {}
+        self._embedded = False
         self.start_sidecar("prefill", lease_seconds=lease_seconds)
         self.start_sidecar("decode")
 
@@ -312,7 +313,16 @@ class KVAgentPair(Pair):
 
         wait_for(f"{name}'s sidecar", ready)
 
+    def embed_prefill(self) -> None:
+        """Restarts the prefill server with the agent in its worker, and no sidecar."""
+        self.prefill.close()
+        self.sidecars.pop("prefill").close()
+        self._embedded = True
+        self.prefill = self._server("prefill", "kv_producer", "0").wait()
+
     def transfer_config(self, name: str, role: str) -> dict[str, Any]:
+        if name == "prefill" and self._embedded:
+            return {"kv_connector_extra_config": {"embedded": True}}
         return {"kv_connector_extra_config": {"socket": str(self.folder / f"{name}.sock")}}
 
     def close(self) -> None:

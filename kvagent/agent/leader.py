@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 
 from kvagent.agent.borrower import Borrower
 from kvagent.agent.identity import Identity
@@ -60,7 +61,9 @@ class Leader:
 
     def offer(self, message: Offer) -> None:
         if self.draining:
-            self.outbox.sent({message.request_id})  # the blocks were never ours
+            self.outbox.sent(
+                {message.request_id}, Counter([message.request_id])
+            )  # the blocks were never ours
             return
         me = self._rank.identity
         for index, group in enumerate(unpack_blocks(message.blocks)):

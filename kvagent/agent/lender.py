@@ -129,4 +129,4 @@ class Lender:
         self._publish()
 
     def _publish(self) -> None:
-        self._outbox.sent(self._leases.take_finished())
+        self._outbox.sent(self._leases.take_finished(), self._leases.take_ended())

@@ -7,7 +7,7 @@ gets everything again that its predecessor did not acknowledge.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from kvagent.core.output import KVConnectorOutput
@@ -22,6 +22,7 @@ class Outbox:
         self._seq = 0
         self._kept: deque[Report] = deque()
         self._next = KVConnectorOutput()
+        self._offers: Counter[str] = Counter()
         self._scheduled = False
         self._send: Send | None = None
 
@@ -42,12 +43,16 @@ class Outbox:
         """The engine started afresh: nothing of the old one concerns it."""
         self._kept.clear()
         self._next = KVConnectorOutput()
+        self._offers.clear()
 
-    def sent(self, requests: set[str]) -> None:
-        """The blocks of these requests may be reused by the producer's engine."""
+    def sent(self, requests: set[str], ended: Counter[str]) -> None:
+        """The blocks of these requests may be reused by the producer's engine, unless it has made
+        more offers of them than have `ended`."""
+        self._offers += ended
+        if ended:
+            self._schedule()
         if requests:
             self._next.finished_sending = (self._next.finished_sending or set()) | requests
-            self._schedule()
 
     def received(
         self, request_id: str, cause: str, stats: FetchStats | None, blocks: set[int]
@@ -69,11 +74,11 @@ class Outbox:
 
     def flush(self) -> None:
         self._scheduled = False
-        if self._next.is_empty():
+        if self._next.is_empty() and not self._offers:
             return
         self._seq += 1
-        report = Report(seq=self._seq, output=self._next)
-        self._next = KVConnectorOutput()
+        report = Report(seq=self._seq, output=self._next, offers=dict(self._offers))
+        self._next, self._offers = KVConnectorOutput(), Counter()
         self._kept.append(report)
         if self._send is not None:
             self._send(report)

@@ -132,11 +132,11 @@ class Calls(msgspec.Struct, frozen=True):
 
 
 def measure_calls(
-    bench: Bench, seconds: float, tick: Tick = lambda _: None, *, busy: bool = True
+    bench: Bench, seconds: float, tick: Tick = lambda _: None, *, large: int = 1024
 ) -> Calls:
-    """The calls of a scheduler while large transfers (`busy`) keep the sidecars at work. `offer`
-    of 64 blocks, `fetch` of 1,000, `step` with nothing to report."""
-    blocks, large, depth = 1000, 1024, 4 if busy else 0
+    """The calls of a scheduler while fetches of `large` blocks of 64 KiB keep the sidecars at work:
+    `offer` of 64 blocks, `fetch` of 1,000, `step` with nothing to report."""
+    blocks, depth = 1000, 4
     workload = Workload(name="calls", shape=BLOCK_64K, tokens=16 * (blocks + depth * large))
     with ExitStack() as stack:
         tick("start")

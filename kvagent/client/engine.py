@@ -281,7 +281,14 @@ class EngineClient:
                 continue  # delivered again because our acknowledgement was on its way
             self._acked = report.seq
             part = report.output
-            sending |= part.finished_sending or set()
+            for request_id, ended in report.offers.items():
+                if request_id in self._offered:
+                    self._offered[request_id] -= ended
+                    if self._offered[request_id] <= 0:
+                        del self._offered[request_id]
+                        sending.add(request_id)
+                elif request_id in (part.finished_sending or ()):  # offered by a scheduler before
+                    sending.add(request_id)
             recving |= part.finished_recving or set()
             out.failed_recving.update(part.failed_recving)
             out.invalid_block_ids |= part.invalid_block_ids
@@ -291,8 +298,6 @@ class EngineClient:
         out.finished_sending = sending or None
         out.finished_recving = recving or None
         out.kv_connector_stats = {"fetches": fetches} if fetches else None
-        for request_id in sending:
-            self._offered.pop(request_id, None)
         for request_id in recving:
             self._fetching.pop(request_id, None)
         self._send(Ack(seq=self._acked))

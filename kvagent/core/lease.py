@@ -136,6 +136,7 @@ class LeaseTable:
         """Releases that overtook their offer, by (transfer id, token): when they are forgotten."""
         self._by_request: dict[str, set[str]] = {}
         self._finished: set[str] = set()
+        self._ended_offers: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -211,6 +212,11 @@ class LeaseTable:
         """Requests whose blocks may be reused, each exactly once."""
         finished, self._finished = self._finished, set()
         return finished
+
+    def take_ended(self) -> Counter[str]:
+        """How many leases of each request have ended since the last call."""
+        ended, self._ended_offers = self._ended_offers, Counter()
+        return ended
 
     # ------------------------------------------------------------ the consumer's side
 
@@ -352,6 +358,7 @@ class LeaseTable:
         self._tombstones[lease.transfer_id] = (lease, now + self.tombstone_seconds)
         if len(self._tombstones) > self.max_tombstones:
             self._tombstones.popitem(last=False)
+        self._ended_offers[lease.request_id] += 1
         transfers = self._by_request[lease.request_id]
         transfers.discard(lease.transfer_id)
         if not transfers:

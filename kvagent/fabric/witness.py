@@ -99,10 +99,10 @@ class Witness:
 
     def begin(self, read: int, peer: Watched) -> None:
         """A read is about to be posted; `read` is a number that no other one has meanwhile."""
-        crowd = any(other is not peer and other.undecided for other in self._reading.values())
         self._reading[read] = peer
         if not peer.undecided:
             return
+        crowd = any(other is not peer and other.undecided for other in self._reading.values())
         for other in self._watches.values():
             other.crowd |= other.peer is not peer
         try:

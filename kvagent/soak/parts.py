@@ -71,7 +71,7 @@ class Part:
         self.lives += 1
         self.up = self.doomed = self.paused = False
         self.started = time.monotonic()
-        self.log = folder / f"{self.name}.{self.lives}.log"
+        self.log = folder / f"{self.name.replace(' ', '-')}.{self.lives}.log"
 
 
 @dataclass

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvagent.vllm.geometry import block_size
@@ -70,6 +71,19 @@ class KVAgentConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: Any) -> Ended:
         assert self._scheduler is not None
         return self._scheduler.ended()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """A step has ended. What else has ended by now goes into its output, and not, by way of
+        the workers, into the next one's. vLLM looks for failed loads before it comes here, so
+        those take the longer way."""
+        assert self._scheduler is not None
+        sent, received = self._scheduler.ended_well()
+        if sent:
+            connector_output.finished_sending = sent | (connector_output.finished_sending or set())
+        if received:
+            connector_output.finished_recving = received | (
+                connector_output.finished_recving or set()
+            )
 
     def request_finished(
         self, request: Request, block_ids: list[int]

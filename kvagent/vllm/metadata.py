@@ -1,7 +1,8 @@
 """What the scheduler's half of the connector tells the workers' half, once a step.
 
-The scheduler's half knows everything: it speaks with the sidecar. But vLLM takes the ends of
-transfers from its workers only, so they travel there and come back with the step's output.
+The scheduler's half knows everything: it speaks with the sidecar. But vLLM takes the failures of
+loads from its workers only, and the other ends too in steps that compute nothing, so they travel
+there and come back with the step's output.
 """
 
 from __future__ import annotations

@@ -131,20 +131,18 @@ class SchedulerSide:
         return {**offered, PROMPT_TOKENS: num_tokens}
 
     def ended(self) -> Ended:
-        """What has ended since the last step."""
-        out = self._link.step()
-        if out.finished_sending:
-            self._ended.sent |= out.finished_sending
-        if out.finished_recving:
-            fetches = msgspec.to_builtins(out.kv_connector_stats or {}).get("fetches", {})
-            for request_id in out.finished_recving:
-                self._ended.received.add(request_id)
-                if request_id in out.failed_recving:
-                    self._fetch_failed(request_id, out.failed_recving[request_id])
-                else:
-                    self._stats.fetched(fetches[request_id])
+        """What has ended since it was last asked for; the workers are to report it."""
+        self._poll()
         ended, self._ended = self._ended, Ended()
         return ended
+
+    def ended_well(self) -> tuple[set[str], set[str]]:
+        """Requests sent, and requests received, of which the workers have nothing to say."""
+        self._poll()
+        sent, received = self._ended.sent, self._ended.received - self._ended.failed
+        self._ended.sent = set()
+        self._ended.received -= received
+        return sent, received
 
     def take_stats(self) -> KVAgentStats | None:
         if self._stats.is_empty():
@@ -156,6 +154,19 @@ class SchedulerSide:
         self._link.close()
 
     # ------------------------------------------------------------ inside
+
+    def _poll(self) -> None:
+        out = self._link.step()
+        if out.finished_sending:
+            self._ended.sent |= out.finished_sending
+        if out.finished_recving:
+            fetches = msgspec.to_builtins(out.kv_connector_stats or {}).get("fetches", {})
+            for request_id in out.finished_recving:
+                self._ended.received.add(request_id)
+                if request_id in out.failed_recving:
+                    self._fetch_failed(request_id, out.failed_recving[request_id])
+                elif request_id in fetches:
+                    self._stats.fetched(fetches[request_id])
 
     def _blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

@@ -29,8 +29,8 @@ _FAILED = (
 
 
 class Dialer:
-    """Keeps a DEALER connected to `address` until `close`. `trouble` says why it is not, in words;
-    empty when it is, or when nobody answers."""
+    """Keeps a DEALER connected to `address` until `close`. `trouble` says why it was refused last,
+    in words; empty when it was not."""
 
     def __init__(self, control: Control, socket: zmq.asyncio.Socket, address: str) -> None:
         """Raises what `connect` does for something that is no address."""
@@ -59,29 +59,31 @@ class Dialer:
 
     async def _keep(self) -> None:
         while True:
-            if not await self._round():
-                self._hang_up()
+            connected = await self._round()
+            self._hang_up()
+            if not connected:
                 await asyncio.sleep(PAUSE)
 
     async def _round(self) -> bool:
         """Tries each key; whether it found the right one, and had a connection for a while."""
-        self.trouble = self.trouble or "no key is in the allowed folder"
-        for key in self._control.server_keys(self._address):
+        keys = self._control.server_keys(self._address)
+        if not keys:
+            self.trouble = "no key is in the allowed folder"
+        for key in keys:
             if self._key != key:
                 self._dial(key)
-            self.trouble = ""
             connected = False
             while (event := await self._event()) == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._control.remember(self._address, key)
-                connected = True
+                self.trouble, connected = "", True
             if connected:
                 return True
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._control.remember(self._address, key)  # it is the right one
                 mine = fingerprint(self._control.own.public)
-                self.trouble = f"it does not allow the key of this sidecar ({mine})"
+                self.trouble = f"it refused the key of this sidecar ({mine})"
                 return False
-            self.trouble = "it has none of the allowed keys, or uses no keys at all"
+            self.trouble = "it had none of the allowed keys, or uses no keys"
         return False
 
     async def _event(self) -> int:

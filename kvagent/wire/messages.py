@@ -200,6 +200,9 @@ class Report(Message, frozen=True, tag="report"):
 
     seq: int
     output: KVConnectorOutput
+    offers: dict[str, int] = {}
+    """How many offers of a request have ended since the report before: one that was made while
+    this was on its way is not among them."""
 
 
 class Ack(Message, frozen=True, tag="ack"):

@@ -496,7 +496,6 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 TestLeases = LeaseMachine.TestCase
-TestLeases.settings = settings(max_examples=2 * settings.default.max_examples)
 
 
 @pytest.mark.slow

@@ -1,0 +1,176 @@
+"""Wrong frames on the control socket of real sidecars, and what works afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import zmq
+
+from kvagent.wire.messages import (
+    PROTOCOL,
+    Hello,
+    Peer,
+    Presence,
+    Welcome,
+    Who,
+    peer_codec,
+)
+from kvagent.wire.peer import HEAD, MAGIC
+from tests.fuzz import LONG, Fuzz, Health, peer_messages
+from tests.harness import Engine, Sidecar, check, random_fill, start
+
+pytest.importorskip("nixl")
+
+T = TypeVar("T", bound=Peer)
+
+BATCH = 80
+"""Frames of one connection: so few that it is still listened to."""
+
+
+class Caller:
+    """One connection to a sidecar's control socket, without any of the client's care."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDTIMEO, int(LONG * 1000))
+        self._socket.setsockopt(zmq.RCVTIMEO, int(LONG * 1000))
+        self._socket.connect(f"tcp://{endpoint}")
+
+    def send(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    def ask(self, question: Peer, kind: type[T]) -> T:
+        """Passes over the answers to what was sent before."""
+        call = time.monotonic_ns()
+        self.send(HEAD.pack(MAGIC, PROTOCOL, call), peer_codec.encode(question))
+        while True:
+            head, body = self._socket.recv_multipart()
+            if HEAD.unpack(head)[2] == call:
+                answer = peer_codec.decode(body)
+                assert isinstance(answer, kind), answer
+                return answer
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def __enter__(self) -> Caller:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class Frames:
+    """What a stranger sends: mostly a good head, and a message that is wrong in some way."""
+
+    def __init__(self, seed: int, examples: list[bytes]) -> None:
+        self._fuzz = Fuzz(seed, examples)
+        self._random = self._fuzz.random
+
+    def next(self) -> list[bytes]:
+        frames = [self._head(), self._fuzz.message()]
+        if self._random.random() < 0.05:
+            return self._random.choice(
+                [
+                    [],
+                    frames[:1],
+                    frames[1:],
+                    frames[::-1],
+                    [*frames, b""],
+                    [b"", *frames],
+                    frames * 50,
+                ]
+            ) or [b""]
+        return frames
+
+    def _head(self) -> bytes:
+        call = self._random.choice((0, 1, self._random.getrandbits(64)))
+        head = HEAD.pack(MAGIC, PROTOCOL, call)
+        if self._random.random() < 0.95:
+            return head
+        return self._random.choice(
+            [
+                HEAD.pack(b"KVB", PROTOCOL, call),
+                HEAD.pack(MAGIC, self._random.randrange(256), call),
+                head[: self._random.randrange(len(head))],
+                head + b"x",
+                self._random.randbytes(len(head)),
+            ]
+        )
+
+
+@pytest.fixture
+def sidecars(tmp_path: Path) -> Iterator[list[Sidecar]]:
+    made = start(tmp_path, ["prefill-0", "prefill-1", "decode-0", "decode-1"])
+    yield made
+    for sidecar in made:
+        sidecar.close()
+
+
+def examples(engine: Engine) -> list[bytes]:
+    ticket = engine.client.offer("fuzzed", [1, 2], 8)
+    with Caller(engine.workers[0].endpoint) as caller:
+        presence = caller.ask(Who(), Presence)
+        assert presence.shape is not None
+        hello = Hello(sender="fuzz", engine_id=engine.engine_id, shape=presence.shape)
+        return peer_messages(hello, caller.ask(hello, Welcome), ticket)
+
+
+def throw(engine: Engine, frames: Frames, count: int) -> None:
+    """In batches, to the leader and to its follower; each batch is seen to have been looked at."""
+    for number in range(count // BATCH):
+        worker = engine.workers[number % 10 == 9]  # more for the leader
+        with Caller(worker.endpoint) as caller:
+            for _ in range(BATCH):
+                caller.send(*frames.next())
+            caller.ask(Who(), Presence)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "count",
+    [10_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])],
+)
+def test_frames_that_are_wrong(sidecars: list[Sidecar], count: int) -> None:
+    with (
+        Engine(sidecars[:2], "prefill", fill=random_fill(1)) as producer,
+        Engine(sidecars[2:3], "decode") as consumer,
+    ):
+        check(producer, consumer, "before", 0, 37)
+        frames = Frames(7, examples(producer))
+        throw(producer, frames, max(2000, count // 10))  # tables and allocators fill up once
+        healths = [Health(sidecar) for sidecar in sidecars[:2]]
+        throw(producer, frames, count)
+        for health in healths:
+            health.check()
+        check(producer, consumer, "the session that there was", 0, 37)
+        check(consumer, producer, "a new one, the other way", 0, 20)
+        with Engine(sidecars[3:], "newcomer") as newcomer:
+            check(producer, newcomer, "a new handshake", 0, 37)
+
+
+@pytest.mark.timeout(300)
+def test_a_peer_that_does_not_stop(sidecars: list[Sidecar]) -> None:
+    """It is refused again and again on one connection: soon it is not listened to, its messages
+    cost next to nothing, and others are served."""
+    with (
+        Engine(sidecars[:2], "prefill", fill=random_fill(1)) as producer,
+        Engine(sidecars[2:3], "decode") as consumer,
+    ):
+        check(producer, consumer, "before", 0, 37)
+        frames = Frames(11, examples(producer))
+        (health,) = [Health(sidecars[0])]
+        with Caller(producer.workers[0].endpoint) as flood:
+            for number in range(20_000):
+                flood.send(*frames.next())
+                if number % 5000 == 0:
+                    check(producer, consumer, f"meanwhile {number}", 0, 37)
+            health.check(log=64 << 10)
+            # Its patience comes back, and then a good question is answered.
+            flood.ask(Who(), Presence)
+        check(producer, consumer, "after", 0, 37)
