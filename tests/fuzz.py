@@ -99,7 +99,7 @@ def peer_messages(hello: m.Hello, welcome: m.Welcome, ticket: dict[str, Any]) ->
         m.Verdict(verdict="held", epoch="e", lease_seconds=30.0),
         m.Part(
             part_id="fuzz-part",
-            leader="x",
+            leader=card.incarnation,
             engine_id="nobody",
             host="127.0.0.1",
             port=1,

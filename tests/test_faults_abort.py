@@ -22,6 +22,8 @@ from tests.faults import (
 )
 from tests.harness import Engine, random_fill
 
+pytestmark = pytest.mark.timeout(300)  # busy machines start processes slowly
+
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest) -> str:

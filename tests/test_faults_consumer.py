@@ -27,6 +27,8 @@ from tests.faults import (
 )
 from tests.harness import Engine, random_fill
 
+pytestmark = pytest.mark.timeout(300)  # busy machines start processes slowly
+
 LEASE = 2.0
 IN_TIME = LEASE + LEASE / 3
 """A lease, and the interval at which leases are renewed."""

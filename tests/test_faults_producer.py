@@ -28,6 +28,8 @@ from tests.faults import (
 from tests.harness import random_fill
 from tests.producer import pattern
 
+pytestmark = pytest.mark.timeout(300)  # busy machines start processes slowly
+
 NOTICED = 2.0
 """Seconds within which the death of a producer's sidecar fails the fetches from it."""
 

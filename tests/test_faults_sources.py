@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.faults import BIG, GONE, MINE, Landing, Watched, cause, engine, offer, watched
 from tests.harness import Engine, random_fill
+
+pytestmark = pytest.mark.timeout(300)  # busy machines start processes slowly
 
 
 @contextmanager

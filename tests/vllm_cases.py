@@ -126,14 +126,14 @@ def steps(pair: Pair, prompts: Sequence[Prompt], long_one: Prompt) -> Result:
     thread = threading.Thread(target=stream)
     thread.start()
     wait_for("the long decode", lambda: len(times) > 40)
-    logs = [Path(f"{pair.step_log('decode')}.{side}") for side in ("worker", "scheduler")]
+    logs = [Path(f"{pair.step_log('decode')}.{side}") for side in SIDES]
     before, moved = [len(_lines(log)) for log in logs], fetches(pair)
     begin = time.perf_counter()
     for prompt, ticket in zip(prompts, tickets, strict=True):
         pair.decode.text(prompt, 2, kv_transfer_params=ticket)
         time.sleep(0.2)
     end = time.perf_counter()
-    worker, scheduler = (_lines(log)[skip:] for log, skip in zip(logs, before, strict=True))
+    noted = [_lines(log)[skip:] for log, skip in zip(logs, before, strict=True)]
     moved = fetches(pair) - moved
     stop.set()
     thread.join()
@@ -144,16 +144,31 @@ def steps(pair: Pair, prompts: Sequence[Prompt], long_one: Prompt) -> Result:
         "transfers": int(moved),
         "quiet_gap_ms": {"p50": round(statistics.median(quiet), 1)},
         "gap_ms": _spread(gaps),
-        "worker_us": _spread(worker),
-        "scheduler_us": _spread(scheduler),
+        **_step_spreads(series := _step_series(noted)),
         "gaps": gaps,
-        "worker": worker,
-        "scheduler": scheduler,
+        **series,
     }
 
 
-def _lines(log: Path) -> list[float]:
-    return [float(line) for line in log.read_text().splitlines()]
+SIDES = ("worker", "scheduler")
+
+
+def _step_series(noted: Sequence[Sequence[tuple[float, float]]]) -> dict[str, list[float]]:
+    """Microseconds of each step: by the clock, and of processor time."""
+    return {
+        f"{side}{unit}": [step[column] for step in steps]
+        for side, steps in zip(SIDES, noted, strict=True)
+        for column, unit in enumerate(("", "_cpu"))
+    }
+
+
+def _step_spreads(series: dict[str, list[float]]) -> Result:
+    return {f"{name}_us": _spread(values) for name, values in series.items()}
+
+
+def _lines(log: Path) -> list[tuple[float, float]]:
+    lines = [line.split() for line in log.read_text().splitlines()]
+    return [(float(clock), float(cpu)) for clock, cpu in lines]
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -170,17 +185,14 @@ def joined(results: Sequence[Result]) -> Result:
     results = [result for result in results if "gaps" in result]
     if not results:
         return {"ok": False}
-    series = {
-        key: [value for result in results for value in result[key]]
-        for key in ("gaps", "worker", "scheduler")
-    }
+    names = ["gaps", *(f"{side}{unit}" for side in SIDES for unit in ("", "_cpu"))]
+    series = {name: [value for result in results for value in result[name]] for name in names}
     return {
         "ok": all(result["ok"] for result in results),
         "runs": len(results),
         "transfers": sum(result["transfers"] for result in results),
-        "gap_ms": _spread(series["gaps"]),
-        "worker_us": _spread(series["worker"]),
-        "scheduler_us": _spread(series["scheduler"]),
+        "gap_ms": _spread(series.pop("gaps")),
+        **_step_spreads(series),
     }
 
 

@@ -91,9 +91,28 @@ def reach(scale: Scale, results: list[Result], tick: Tick) -> Iterator[Point]:
     """Every point, as soon as it is known; the workloads behind them are put into `results`."""
     with World(Transport.shm) as world:
         bench = Bench(world, LocalFar(world), rounds=scale.rounds)
-        yield from _shared_memory(bench, scale, results, tick)
-        yield from _small(bench, scale, tick)
+        yield from _guarded(1, "shared memory", _shared_memory(bench, scale, results, tick))
+        yield from _guarded(3, "small transfers", _small(bench, scale, tick))
+        yield from _guarded(4, "many transfers", _many(bench, scale, tick))
     yield from _tcp(scale, results, tick)
+    yield from _guarded(6, "preparing", _prepared(scale, tick))
+    with World(Transport.shm) as world:
+        bench = Bench(world, LocalFar(world), rounds=scale.rounds)
+        yield from _guarded(7, "the caller's costs", _called(bench, scale, tick))
+        tick("simulating")
+        yield _simulated(scale)
+        yield from _guarded(9, "idle sidecars", _idle(bench, scale, tick))
+
+
+def _guarded(number: int, what: str, points: Iterator[Point]) -> Iterator[Point]:
+    """A measurement that fails has missed its target; the others go on."""
+    try:
+        yield from points
+    except KVAgentError as error:
+        yield Point(number, what, f"failed: {error}", "no failure", False)
+
+
+def _prepared(scale: Scale, tick: Tick) -> Iterator[Point]:
     tick("preparing")
     made = measure_preparing(scale.layers, scale.blocks, scale.fetched)
     peer = f"a peer of {made.layers} layers x {made.blocks:,} blocks"
@@ -101,22 +120,23 @@ def reach(scale: Scale, results: list[Result], tick: Tick) -> Iterator[Point]:
     yield Point.at_most(6, f"memory for {peer}", made.peer_bytes / 2**20, 1, "MiB")
     what = f"index arrays of {made.fetched:,} fragmented blocks / make_prepped_xfer"
     yield Point.at_most(6, what, made.ratio, 1)
-    with World(Transport.shm) as world:
-        bench = Bench(world, LocalFar(world), rounds=scale.rounds)
-        busy = calls.measure_calls(bench, scale.seconds, tick)
-        while_moving = f"while {busy.gbps:.1f} GB/s move"
-        yield Point.at_most(7, f"step(), nothing to report, {while_moving}", busy.step, 10, "us")
-        yield Point.at_most(7, f"offer() of 64 blocks, {while_moving}", busy.offer, 50, "us")
-        yield Point.at_most(7, f"fetch() of 1,000 blocks, {while_moving}", busy.fetch, 200, "us")
-        yield Point(
-            7, "bytes moved meanwhile", f"{busy.gbps:.1f} GB/s", ">= 4 GB/s", busy.gbps >= 4
-        )
-        tick("simulating")
-        yield _simulated(scale)
-        tick("idling")
-        idle = measure_idle(bench, scale.seconds)
-        yield Point.at_most(9, "an idle sidecar's share of a core", idle.cpu, 2, "%")
-        yield Point.at_most(9, "memory of a sidecar without caches", idle.rss, 350, "MiB")
+
+
+def _called(bench: Bench, scale: Scale, tick: Tick) -> Iterator[Point]:
+    busy = calls.measure_calls(bench, scale.seconds, tick)
+    moving = f"while {busy.gbps:.1f} GB/s move"
+    yield Point.at_most(7, f"step(), nothing to report, {moving}", busy.step, 10, "us")
+    yield Point.at_most(7, f"offer() of 64 blocks, {moving}", busy.offer, 50, "us")
+    yield Point.at_most(7, f"fetch() of 1,000 blocks, {moving}", busy.fetch, 200, "us")
+    moved = f"{busy.gbps:.1f} GB/s"
+    yield Point(7, "bytes moved meanwhile", moved, ">= 4 GB/s", busy.gbps >= 4)
+
+
+def _idle(bench: Bench, scale: Scale, tick: Tick) -> Iterator[Point]:
+    tick("idling")
+    idle = measure_idle(bench, scale.seconds)
+    yield Point.at_most(9, "an idle sidecar's share of a core", idle.cpu, 2, "%")
+    yield Point.at_most(9, "memory of a sidecar without caches", idle.rss, 350, "MiB")
 
 
 def _shared_memory(
@@ -139,6 +159,9 @@ def _small(bench: Bench, scale: Scale, tick: Tick) -> Iterator[Point]:
     what = f"one 64 KiB block (raw NIXL: {small.raw_p50:.0f} us)"
     yield Point.at_most(3, f"{what}, p50", small.p50, 400, "us")
     yield Point.at_most(3, f"{what}, p99", small.p99, 2000, "us")
+
+
+def _many(bench: Bench, scale: Scale, tick: Tick) -> Iterator[Point]:
     many = calls.measure_many(bench, scale.many, tick)
     what = f"{many.fetches:,} fetches of {many.blocks} blocks at once"
     yield Point.at_least(4, f"{what}: rate / raw NIXL's, one after the other", many.rate, 0.9)
@@ -158,20 +181,27 @@ def _tcp(scale: Scale, results: list[Result], tick: Tick) -> Iterator[Point]:
         if why:
             yield Point.left_out(5, where, why)
             continue
-        ways = ["nixl", "nixl_plain", "tcp", *([] if no_mooncake else ["mooncake"])]
         with World(Transport.tcp, netns=netns) as world:
             bench = Bench(world, LocalFar(world), rounds=scale.rounds)
-            for kind, stream in zip(BOTH, (0.9, 0.65), strict=True):
-                result = bench.run(blocks_of_64k(scale, kind), ways, tick)
-                results.append(result)
-                what = f"{where}, {kind.value}: speed / "
-                plain = result.ratio("nixl_plain")
-                yield Point.at_least(5, what + "raw NIXL's with UCX's defaults", plain, 2.3)
-                yield Point.at_least(5, what + "one TCP stream's", result.ratio("tcp"), stream)
-                if no_mooncake:
-                    yield Point.left_out(5, what + "Mooncake's", no_mooncake)
-                else:
-                    yield Point.at_least(5, what + "Mooncake's", result.ratio("mooncake"), 1.7)
+            points = _streams(bench, where, scale, results, tick, no_mooncake)
+            yield from _guarded(5, where, points)
+
+
+def _streams(
+    bench: Bench, where: str, scale: Scale, results: list[Result], tick: Tick, no_mooncake: str
+) -> Iterator[Point]:
+    ways = ["nixl", "nixl_plain", "tcp", *([] if no_mooncake else ["mooncake"])]
+    for kind, stream in zip(BOTH, (0.9, 0.65), strict=True):
+        result = bench.run(blocks_of_64k(scale, kind), ways, tick)
+        results.append(result)
+        what = f"{where}, {kind.value}: speed / "
+        plain = result.ratio("nixl_plain")
+        yield Point.at_least(5, what + "raw NIXL's with UCX's defaults", plain, 2.3)
+        yield Point.at_least(5, what + "one TCP stream's", result.ratio("tcp"), stream)
+        if no_mooncake:
+            yield Point.left_out(5, what + "Mooncake's", no_mooncake)
+        else:
+            yield Point.at_least(5, what + "Mooncake's", result.ratio("mooncake"), 1.7)
 
 
 def _simulated(scale: Scale) -> Point:

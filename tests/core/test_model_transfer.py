@@ -7,12 +7,13 @@ use. Time is simulated. The two halves stand in for `kvagent.agent.lender` and `
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import event, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from steps import Step
@@ -35,6 +36,9 @@ LEASE_BOUND = LEASE + FETCH_BOUND + SLOWEST + LEASE + TICK
 
 BLOCKS = 8
 RANKS = 2
+PAUSES = ("", "producer", "consumer", "network", "cancel", "revoke", "drop", "restart")
+"""What stands still, or happens, in the middle of a transfer."""
+
 rarely = st.integers(0, 5).map(lambda number: number == 5)
 
 GROUP = CacheGroup(index=0, block_size=4, num_blocks=BLOCKS)
@@ -412,7 +416,6 @@ class TransferMachine(RuleBasedStateMachine):
 
     def report(self, running: Running) -> None:
         record = running.record
-        event(f"a fetch ended: {record.cause.split(':')[0] or 'good'}")
         self.fetches.remove(record)
         self.aggregator.forget(record.fetch_id)
         self.running.remove(running)
@@ -544,9 +547,7 @@ class TransferMachine(RuleBasedStateMachine):
         count=st.integers(1, 3),
         before=st.integers(1, 5),
         seconds=st.sampled_from([AGAIN, LEASE, LEASE + 1.0]),
-        what=st.sampled_from(
-            ["", "producer", "consumer", "network", "cancel", "revoke", "drop", "restart"]
-        ),
+        what=st.sampled_from(PAUSES),
         reads=st.booleans(),
     )
     def transfer_with_a_pause(
@@ -609,6 +610,26 @@ class TransferMachine(RuleBasedStateMachine):
 
 TestTransfers = TransferMachine.TestCase
 TestTransfers.settings = settings(stateful_step_count=60)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_transfers(seed: int) -> None:
+    """As above, but drawn by the dozen: what takes many steps in one order is rare."""
+    rng = random.Random(seed)
+    ends: Counter[str] = Counter()
+    for _ in range(40):
+        machine = TransferMachine()
+        for _ in range(4):
+            seconds = rng.choice([AGAIN, LEASE, LEASE + 1.0])
+            what, reads = rng.choice(PAUSES), rng.random() < 0.5
+            machine.transfer_with_a_pause(
+                rng.randint(1, 3), rng.randint(1, 5), seconds, what, reads
+            )
+            machine.both_ledgers_are_right()
+            machine.nothing_takes_longer_than_it_may()
+        machine.teardown()
+        ends.update(machine.fetches.ended)
+    assert ends.keys() >= {"ok", "expired", "cancelled", "revoked", "timed_out"}, "a good mixture"
 
 
 @pytest.mark.slow
