@@ -6,6 +6,8 @@ import asyncio
 import os
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -444,3 +446,39 @@ def test_garbage_as_an_answer_is_dropped(frames: list[bytes]) -> None:
             router.close(linger=0)
 
     run(work())
+
+
+def test_a_peer_that_fills_the_window_and_goes() -> None:
+    """What it left behind is read after its connection broke; that has aborted the process."""
+    code = """
+import asyncio, os, subprocess, sys
+from kvagent.wire.control import Control
+from kvagent.wire.messages import Ok
+from kvagent.wire.peer import PeerServer, PeerClient
+from kvagent.wire.messages import Drop
+
+async def handler(message):
+    return Ok()
+
+async def main():
+    control = Control()
+    server = PeerServer(control, handler)
+    port = server.bind("127.0.0.1", 0)
+    flood = (
+        "import os, time, zmq; s = zmq.Context().socket(zmq.DEALER);"
+        f"s.connect('tcp://127.0.0.1:{port}');"
+        "[s.send(b'x' * 2000) for _ in range(400)]; time.sleep(0.5); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", flood], check=True)
+    await asyncio.sleep(4)  # for the libzmq thread; nobody reads meanwhile
+    server.start()
+    client = PeerClient(control, "127.0.0.1", port)
+    assert await client.call(Drop(engine_id="x"), 10) == Ok()
+    await client.close()
+    await server.close()
+    await control.close()
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

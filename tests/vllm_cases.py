@@ -35,6 +35,8 @@ FAILURES = {
     "KVAgent": "vllm:kvagent_failed_transfers_total",
     "Nixl": "vllm:nixl_num_failed_transfers_total",
 }
+SIDES = ("worker", "scheduler")
+"""Of a connector; see tests/vllm_probe.py."""
 SLOW = {"piece_bytes": 4096, "inflight_bytes": 4096}
 """Settings of a sidecar that reads a prompt in a second, not in milliseconds."""
 SHORT_LEASE = 5
@@ -150,14 +152,11 @@ def steps(pair: Pair, prompts: Sequence[Prompt], long_one: Prompt) -> Result:
     }
 
 
-SIDES = ("worker", "scheduler")
-
-
 def _step_series(noted: Sequence[Sequence[tuple[float, float]]]) -> dict[str, list[float]]:
     """Microseconds of each step: by the clock, and of processor time."""
     return {
-        f"{side}{unit}": [step[column] for step in steps]
-        for side, steps in zip(SIDES, noted, strict=True)
+        f"{side}{unit}": [line[column] for line in lines]
+        for side, lines in zip(SIDES, noted, strict=True)
         for column, unit in enumerate(("", "_cpu"))
     }
 

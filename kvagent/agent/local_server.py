@@ -2,7 +2,8 @@
 
 One connection is either a worker's (it speaks of memory) or a scheduler's (it speaks of
 transfers). Messages of one connection are taken in order; a bad one ends its connection with a
-`Failed` that says why, and nothing else.
+`Failed` that says why, and nothing else. So does one refusal too many. Nothing more is read while
+much of what came has yet to be looked at.
 """
 
 from __future__ import annotations
@@ -11,16 +12,23 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from kvagent.errors import KVAgentError, ProtocolError
 from kvagent.wire import local
 from kvagent.wire.messages import Failed, Local
+from kvagent.wire.refusals import Patience
 
 log = logging.getLogger("kvagent.local")
 
 MAX_UNSENT = 256 << 20
 """Bytes kept for a scheduler that does not read; beyond that it is taken for dead."""
+MAX_WAITING = 1 << 20
+"""Bytes that may have come and not been looked at, beyond one message."""
+MAX_REFUSALS = 500
+REFUSALS_PER_SECOND = 10.0
+"""Of one connection: so many at once, and so many in the long run."""
 MAX_CONNECTIONS = 64
 ACCEPT_PAUSE = 1.0
 """Seconds without accepting after it failed."""
@@ -42,6 +50,9 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._reader = local.FrameReader()
         self._inbox: asyncio.Queue[Local | None] = asyncio.Queue()
+        self._waiting = 0
+        self._paused = False
+        self._patience = Patience(REFUSALS_PER_SECOND, MAX_REFUSALS)
         self._unsent = bytearray()
         self._fds: list[int] = []
         self._open = True
@@ -97,6 +108,10 @@ class Connection:
                 return
             for message in self._reader.feed(data):
                 self._inbox.put_nowait(message)
+            self._waiting += len(data)
+            if self._waiting > MAX_WAITING and not self._inbox.empty():
+                self._paused = True
+                self._loop.remove_reader(self._socket.fileno())
         except BlockingIOError:
             return
         except ProtocolError as error:
@@ -104,6 +119,13 @@ class Connection:
             self._end(f"bad message: {error}", by_us=True)
         except OSError as error:
             self._end(str(error))
+
+    def _looked_at(self) -> None:
+        """All that came."""
+        self._waiting = 0
+        if self._paused and self._open:
+            self._paused = False
+            self._loop.add_reader(self._socket.fileno(), self._readable)
 
     def _writable(self) -> None:
         try:
@@ -138,9 +160,15 @@ class Connection:
                 except KVAgentError as error:
                     log.warning("%s refused: %s", type(message).__name__, error)
                     self.send(Failed(code=type(error).__name__, message=str(error)))
+                    self._patience.refused(b"", time.monotonic())
+                    if self._patience.lost(b"", time.monotonic()):
+                        self._end("it is refused again and again", by_us=True)
+                        break
                 except Exception as error:
                     log.exception("%s failed", type(message).__name__)
                     self.send(Failed(code="AgentError", message=f"internal error: {error!r}"))
+                if self._inbox.empty():
+                    self._looked_at()
         finally:
             try:
                 await self._closed(self)

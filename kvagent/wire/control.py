@@ -28,8 +28,11 @@ log = logging.getLogger("kvagent.control")
 
 MAX_SOCKETS = 16384
 """Of ZMQ, whose default of 1,023 fewer peers would exhaust."""
-HEARTBEAT_MS = 2000
-HEARTBEAT_TIMEOUT_MS = 6000
+KEEPALIVE_SECONDS = 2
+UNACKNOWLEDGED_MS = 6000
+"""A connection to a host that is gone ends by the kernel's probes. Not by ZMQ's heartbeats: libzmq
+4.3 aborts the process (stream_engine_base.cpp, `!_io_error`) when one is due on a connection that
+broke while messages of it were still waiting for us, and that any stranger can bring about."""
 HANDSHAKE_MS = 5000
 """A connection that is not made by then is closed: nobody holds descriptors for nothing."""
 LOOK_SECONDS = 1.0
@@ -87,8 +90,11 @@ class Control:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_PEER_BYTES)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_SECONDS)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_SECONDS)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 2)
+        socket.setsockopt(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         if self.has_keys and kind == zmq.ROUTER:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
