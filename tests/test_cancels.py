@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kvagent.agent.http import status
 from kvagent.agent.peers import PeerBook
+from kvagent.visible.status import status
 from tests.drills import Request, Status, Traffic
 from tests.faults import TRANSPORTS, Watched, watched
 from tests.harness import NHD, Engine

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvagent.agent.http import status
+from kvagent.visible.status import status
 from tests.drills import Status, Traffic
 from tests.harness import NHD, Engine
 from tests.loopback import LoopbackSidecar, Stage

@@ -362,7 +362,7 @@ def test_every_setting_says_what_it_means() -> None:
 
 
 def test_the_readme_has_the_settings() -> None:
-    """When this fails: scripts/readme_settings."""
+    """When this fails: scripts/readme_tables."""
     text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
     table = text.partition("<!-- settings -->\n")[2].partition("\n<!-- /settings -->")[0]
     assert table == settings_markdown()

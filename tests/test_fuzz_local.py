@@ -83,6 +83,8 @@ def throw(sidecar: Sidecar, fuzz: Fuzz, count: int) -> None:
     said = 0
     while said < count:
         speaker = Speaker(sidecar)
+        if fuzz.random.random() < 0.5:
+            speaker.say(local.frame(Attach()))  # as a scheduler it may say more
         for _ in range(CONVERSATION):
             if not speaker.open:
                 break
@@ -114,7 +116,7 @@ def test_frames_that_are_wrong(sidecars: list[Sidecar], count: int) -> None:
     descriptors = Path(f"/proc/{sidecars[0].process.pid}/fd")
     before = len(os.listdir(descriptors))
     throw(sidecars[0], fuzz, count)
-    health.check(log=count * 40)  # a line for each fetch that was asked for
+    health.check(log=(256 << 10) + count * 10)  # a line for each fetch that was asked for
     until(lambda: len(os.listdir(descriptors)) < before + 20, "descriptors are left over")
     works(sidecars, f"after-{count}")
 

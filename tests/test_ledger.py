@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvagent.agent.http import status
+from kvagent.visible.status import status
 from kvagent.wire.messages import Claim, Complete, Hello
 from tests.harness import Engine
 from tests.loopback import LONG

@@ -256,3 +256,10 @@ def test_the_dashboards_structure() -> None:
             for target in panel["targets"]:
                 assert target["expr"].count("(") == target["expr"].count(")")
                 assert 'instance=~"$instance"' in target["expr"]
+
+
+def test_the_readme_has_the_metrics() -> None:
+    """When this fails: scripts/readme_tables."""
+    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    table = text.partition("<!-- metrics -->\n")[2].partition("\n<!-- /metrics -->")[0]
+    assert table == metrics.metrics_markdown()

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvagent.agent.agent import Agent
-from kvagent.agent.http import cards
 from kvagent.cli import app
 from kvagent.core.layout import MemoryRange, allocate, build_layout
 from kvagent.core.specs import CacheSpec, FullAttentionSpec, ModelInfo, TokenShard, WorkerInfo
@@ -32,6 +31,7 @@ from kvagent.planner.report import PlanReport, Read, plan_report
 from kvagent.planner.status import engine_of_status, fetch_status
 from kvagent.planner.table import plan_text
 from kvagent.planner.words import layer_words, run_words, size_words
+from kvagent.visible.status import cards
 from tests import harness
 
 SHORT = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from kvagent.agent.http import why_not_ready
+from kvagent.visible.status import why_not_ready
 from tests.harness import Engine
 from tests.loopback import LONG
 from tests.test_agent_loopback import (

@@ -41,7 +41,7 @@ messages = st.one_of(
         transfer_id=names,
         token=st.binary(max_size=16),
         blocks=blocks,
-        num_tokens=st.integers(0, 2**40),
+        num_tokens=st.integers(0, 2**40 - 1),
     ),
     st.builds(
         Fetch,
@@ -52,10 +52,10 @@ messages = st.one_of(
         epoch=names,
         transfer_id=names,
         token=st.binary(max_size=16),
-        num_tokens=st.integers(0, 2**40),
+        num_tokens=st.integers(0, 2**40 - 1),
         remote_blocks=blocks,
         local_blocks=blocks,
-        start_token=st.integers(0, 2**40),
+        start_token=st.integers(0, 2**40 - 1),
     ),
 )
 

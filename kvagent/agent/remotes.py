@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvagent.errors import KVAgentError
+from kvagent.errors import KVAgentError, PeerGoneError
 from kvagent.fabric.base import Fabric, PeerMetadata, RemoteAgent
 
 log = logging.getLogger("kvagent.peers")
@@ -34,7 +34,12 @@ class Remotes:
 
     async def open(self, meta: PeerMetadata, timeout: float) -> RemoteAgent:
         """Connected and probed. Every one that was returned is to be `let_go` once."""
-        return await asyncio.wait_for(self._open(meta), timeout)
+        try:
+            return await asyncio.wait_for(self._open(meta), timeout)
+        except asyncio.TimeoutError:
+            raise PeerGoneError(
+                f"the memory of {meta.agent} could not be read within {timeout:g} s"
+            ) from None
 
     async def _open(self, meta: PeerMetadata) -> RemoteAgent:
         while (shared := self._shared.get(meta.agent)) is not None and shared.ending:

@@ -60,7 +60,8 @@ class Options:
 
 def serve_peer(address: str, transport: str) -> None:
     """Plays the producer for another machine's benchmark, until SIGTERM or SIGINT."""
-    serve(address, _one_of(Transport, transport, "--transport"))
+    with exit_on_sigterm():
+        serve(address, _one_of(Transport, transport, "--transport"))
 
 
 def measure(options: Options) -> bool:

@@ -93,7 +93,7 @@ class SchedulerSide:
         try:
             self._link.fetch(request.request_id, ticket, blocks, start)
         except KVAgentError as error:  # nothing was started, so nothing will be reported
-            self._fetch_failed(request.request_id, f"{type(error).__name__}: {error}")
+            self._fetch_failed(request.request_id, f"not_started: {error}")
             self._ended.received.add(request.request_id)
 
     # ------------------------------------------------------------ both sides

@@ -39,6 +39,9 @@ RANKS = 2
 PAUSES = ("", "producer", "consumer", "network", "cancel", "revoke", "drop", "restart")
 """What stands still, or happens, in the middle of a transfer."""
 
+LENGTHS = (AGAIN, LEASE, LEASE + 1.0, TIMEOUT)
+"""Of the pause."""
+
 rarely = st.integers(0, 5).map(lambda number: number == 5)
 
 GROUP = CacheGroup(index=0, block_size=4, num_blocks=BLOCKS)
@@ -546,7 +549,7 @@ class TransferMachine(RuleBasedStateMachine):
     @rule(
         count=st.integers(1, 3),
         before=st.integers(1, 5),
-        seconds=st.sampled_from([AGAIN, LEASE, LEASE + 1.0]),
+        seconds=st.sampled_from(LENGTHS),
         what=st.sampled_from(PAUSES),
         reads=st.booleans(),
     )
@@ -617,10 +620,10 @@ def test_many_transfers(seed: int) -> None:
     """As above, but drawn by the dozen: what takes many steps in one order is rare."""
     rng = random.Random(seed)
     ends: Counter[str] = Counter()
-    for _ in range(40):
+    for _ in range(200):
         machine = TransferMachine()
         for _ in range(4):
-            seconds = rng.choice([AGAIN, LEASE, LEASE + 1.0])
+            seconds = rng.choice(LENGTHS)
             what, reads = rng.choice(PAUSES), rng.random() < 0.5
             machine.transfer_with_a_pause(
                 rng.randint(1, 3), rng.randint(1, 5), seconds, what, reads
