@@ -44,6 +44,7 @@ class BlockState(str, Enum):
 _WRITTEN = (BlockState.RESERVED, BlockState.IN_FLIGHT, BlockState.QUARANTINED)
 _LENT = (BlockState.OFFERED, BlockState.CLAIMED)
 _STATES = tuple(BlockState)
+_ALL = slice(None)
 
 
 class _Group:
@@ -55,10 +56,11 @@ class _Group:
         self.written = np.zeros(num_blocks, np.int8)
         """Index into `_STATES`; 0: not written."""
 
-    def states(self) -> npt.NDArray[np.int8]:
-        states = self.written.copy()
+    def states(self, ids: Ids | slice) -> npt.NDArray[np.int8]:
+        """Indices into `_STATES`; costs as much as `ids` are."""
+        states: npt.NDArray[np.int8] = self.written[ids].copy()
         for state in _LENT:
-            states[self.lent[state] > 0] = _STATES.index(state)
+            states[self.lent[state][ids] > 0] = _STATES.index(state)
         return states
 
 
@@ -108,21 +110,21 @@ class Ledger:
         """One list of ids per group, `OFFERED` now. Raises `BlockInUseError`."""
         known = self._known(dict(enumerate(blocks)))
         for index, group, ids in known:
-            self._refuse(index, group, ids, (group.written > 0)[ids])
+            self._refuse(index, group, ids, group.written[ids] > 0)
         return Holding([(group, ids) for _, group, ids in known], BlockState.OFFERED)
 
     def reserve(self, blocks: Mapping[int, Ids]) -> Holding:
         """Ids by group, `RESERVED` now. Raises `BlockInUseError`."""
         known = self._known(blocks)
         for index, group, ids in known:
-            self._refuse(index, group, ids, (group.states() > 0)[ids])
+            self._refuse(index, group, ids, group.states(ids) > 0)
         return Holding([(group, ids) for _, group, ids in known], BlockState.RESERVED)
 
     def counts(self) -> dict[str, int]:
         """Blocks by state; the sum is the size of the cache, over all groups."""
         total = np.zeros(len(_STATES), np.int64)
         for group in self._groups.values():
-            total += np.bincount(group.states(), minlength=len(_STATES))
+            total += np.bincount(group.states(_ALL), minlength=len(_STATES))
         return {state.value: int(count) for state, count in zip(_STATES, total, strict=True)}
 
     def _known(self, blocks: Mapping[int, Ids]) -> list[tuple[int, _Group, Ids]]:
@@ -137,8 +139,8 @@ class Ledger:
     @staticmethod
     def _refuse(index: int, group: _Group, ids: Ids, taken: npt.NDArray[np.bool_]) -> None:
         if taken.any():
-            block = int(ids[taken][0])
-            state = _STATES[group.states()[block]].value
+            first = ids[taken][:1]
+            block, state = int(first[0]), _STATES[group.states(first)[0]].value
             raise BlockInUseError(
                 f"block {block} of group {index} is {state}: it was given out again before "
                 "step() reported it free"
@@ -153,17 +155,22 @@ def written_blocks(
     `layouts` are those of an engine's ranks. Blocks before `start_token` (a prefix hit) and those
     that no window reaches are not touched, and may be shared.
     """
-    found: dict[int, Ids] = {}
+    if start_token >= num_tokens:
+        return {}
+    windows: dict[int, list[int]] = {}
     for layout in layouts:
-        for group in layout.groups:
-            if group.index in found or group.index >= len(blocks):
-                continue
-            ids = blocks[group.index]
-            if group.block_size:
-                windows = [f.window for f in layout.families if f.group == group.index]
-                reach = 0 if 0 in windows else max(windows)
-                first = max(start_token, num_tokens - reach) if reach else start_token
-                per_block = group.block_size * group.tokens.size
-                ids = ids[first // per_block : -(-num_tokens // per_block)]
-            found[group.index] = ids
+        for family in layout.families:
+            windows.setdefault(family.group, []).append(family.window)
+    groups = {group.index: group for layout in layouts for group in layout.groups}
+    found: dict[int, Ids] = {}
+    for index, group in groups.items():
+        if index >= len(blocks) or index not in windows:
+            continue
+        ids = blocks[index]
+        if group.block_size:
+            reach = 0 if 0 in windows[index] else max(windows[index])
+            first = max(start_token, num_tokens - reach) if reach else start_token
+            per_block = group.block_size * group.tokens.size
+            ids = ids[first // per_block : -(-num_tokens // per_block)]
+        found[index] = ids
     return found

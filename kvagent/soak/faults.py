@@ -110,6 +110,10 @@ class Faults:
     def open(self) -> list[Fault]:
         return [fault for fault in self.done if fault.recovered is None]
 
+    def over(self) -> bool:
+        """Every process is there again; what is asked from now on shows whether it serves."""
+        return all(fault.back is not None for fault in self.open())
+
     def lost(self) -> list[Fault]:
         """Those that were not recovered from in good time."""
         before = time.monotonic() - RECOVER_SECONDS

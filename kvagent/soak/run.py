@@ -148,7 +148,7 @@ class _Work:
         self.world.resume_all()
         self._until(lambda: all(e.up for e in self.world.engines.values()), 60.0)
         began = time.monotonic()
-        self._until(lambda: not self.traffic, SETTLE_SECONDS + SLACK_SECONDS)
+        self._until(lambda: not self.traffic and self.faults.over(), SETTLE_SECONDS + SLACK_SECONDS)
         problems = [f"stuck: {text}" for text in self.traffic.stuck(0.0)]
         problems += self._probe()
         residue: list[str] = []

@@ -493,6 +493,11 @@ class TransferMachine(RuleBasedStateMachine):
         else:
             self.answered(message.call, *message.answer)
 
+    def messages_arrive(self) -> None:
+        arriving, self.network = self.network, []
+        for message in arriving:
+            self.deliver(message)
+
     @precondition(lambda self: self.network)
     @rule(pick=st.integers(0, 20), what=st.sampled_from(["deliver", "lose", "repeat"]))
     def one_message(self, pick: int, what: str) -> None:
@@ -511,9 +516,7 @@ class TransferMachine(RuleBasedStateMachine):
             for running in list(self.running):
                 if running in self.running and running.record.reading_since == 0.0:
                     self.connected(self.running.index(running), False)
-            arriving, self.network = self.network, []
-            for message in arriving:
-                self.deliver(message)
+            self.messages_arrive()
             self.all_read()
 
     @rule()
@@ -598,9 +601,7 @@ class TransferMachine(RuleBasedStateMachine):
         end = self.now + LEASE_BOUND
         while self.now < end:
             self.time_passes(TICK, "", False)
-            arriving, self.network = self.network, []
-            for message in arriving:
-                self.deliver(message)
+            self.messages_arrive()
         assert not self.running
         assert not self.producer.requests
         assert self.reports == Counter(self.started)
@@ -613,6 +614,18 @@ class TransferMachine(RuleBasedStateMachine):
 
 TestTransfers = TransferMachine.TestCase
 TestTransfers.settings = settings(stateful_step_count=60)
+
+
+def test_a_slow_reader_loses_nothing() -> None:
+    machine = TransferMachine()
+    machine.prompt_is_done(3, False, True, True)
+    machine.all_is_well(2)
+    while machine.now < 1.8 * LEASE:
+        machine.time_passes(TICK, "", False)
+        machine.messages_arrive()
+    machine.all_is_well(12)
+    assert machine.fetches.ended == {"ok": 1}
+    assert machine.producer.told == {"p1": 1}
 
 
 @pytest.mark.parametrize("seed", range(4))
