@@ -29,7 +29,7 @@ SPEC = FullAttentionSpec(
     dtype="float32",
     axes=("kv", "block", "head", "token", "channel"),
 )
-BLOCKS = (b"\x01\x00\x00\x00\x02\x00\x00\x00",)
+BLOCKS = (b"\x00\x00\x00\x00\x02\x00\x00\x00",)
 METADATA = PeerMetadata(
     agent="x",
     blob=bytes(300),
@@ -81,7 +81,12 @@ def peer_messages(hello: m.Hello, welcome: m.Welcome, ticket: dict[str, Any]) ->
     engine, fetch = "fuzz", "fuzz-fetch"
     found: list[Peer] = [
         m.JoinLeader(
-            engine_id=engine, attached=True, shape=hello.shape, card=card, reading_for=("a", "b")
+            engine_id=engine,
+            attached=True,
+            said_at=1,
+            shape=hello.shape,
+            card=card,
+            reading_for=("a",),
         ),
         m.Welcomed(leader="x"),
         m.Who(),

@@ -116,7 +116,7 @@ def sidecars(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Sidecar]
 
 
 def examples(engine: Engine) -> list[bytes]:
-    ticket = engine.client.offer("fuzzed", [1, 2], 8)
+    ticket = engine.client.offer("fuzzed", [0, 1], 8)
     with Caller(engine.workers[0].endpoint) as caller:
         presence = caller.ask(Who(), Presence)
         assert presence.shape is not None

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
+import torch
 
 from kvagent import EngineClient
 from kvagent.agent import follower
-from kvagent.wire.messages import JoinLeader
+from kvagent.wire.messages import AbortPart, JoinLeader, Part, PartState, Peer, Refused
 from tests.harness import GUARD, Engine
 from tests.loopback import LONG, LoopbackSidecar
-from tests.test_agent_loopback import engines as engines
 from tests.test_agent_loopback import (
+    LOCAL,
     good,
     hung,
     offer,
@@ -21,6 +24,7 @@ from tests.test_agent_loopback import (
     sidecar,
     wait_for,
 )
+from tests.test_agent_loopback import engines as engines
 from tests.test_agent_loopback import stage as stage
 
 Engines = Callable[..., Engine]
@@ -107,6 +111,84 @@ def test_silence_ends_what_is_read(engines: Engines) -> None:
     with sidecar(consumer).holding(JoinLeader):
         wait_for(lambda: not reading(other), "the follower gives up")
     assert consumer.received("r", LONG) is not None
-
     sidecar(producer, 1).resume()
+    wait_for(lambda: sidecar(consumer).agent.leader.team.complete, "it is followed again")
     good(producer, consumer, "next")
+
+
+def late(one: LoopbackSidecar, kind: type) -> list[Peer]:
+    """Messages of a kind that never arrive at the sidecar; they can be handed in later."""
+    kept: list[Peer] = []
+    handler = one.agent.peers._handler
+
+    async def gate(message: Peer) -> Peer:
+        if isinstance(message, kind):
+            kept.append(message)
+            await asyncio.sleep(LONG)
+        return await handler(message)
+
+    one.agent.peers._handler = gate
+    return kept
+
+
+def untouched(cache: dict[str, torch.Tensor]) -> bool:
+    return all(bool((tensor == GUARD).all()) for tensor in cache.values())
+
+
+def test_a_part_of_a_leader_before_is_not_begun(engines: Engines) -> None:
+    producer, consumer = engines("prefill"), engines("decode", 2)
+    good(producer, consumer, "first")
+    other = sidecar(consumer, 1)
+    handler = other.agent.peers._handler
+    parts = late(other, Part)
+    late(other, AbortPart)
+    consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+    wait_for(lambda: parts, "the part is on its way")
+    worker = consumer.workers[0]
+    assert worker._info is not None
+    consumer.client.close()
+    worker.join(worker._info)
+    worker.allocate_kv_caches(dict.fromkeys(consumer.caches[0], consumer.spec), consumer.num_blocks)
+    with closing(EngineClient(sidecar(consumer).socket)) as client:
+        client.wait_ready(LONG)
+        for cache in consumer.caches[1].values():
+            cache.fill_(GUARD)
+        answer = other.stage.run(handler(parts[0]))
+        assert isinstance(answer, PartState)
+        assert answer.failure.startswith("rank_lost: this rank follows another leader")
+        assert untouched(consumer.caches[1])
+
+
+def test_late_news_of_a_rank_is_no_news(engines: Engines) -> None:
+    producer, consumer = engines("prefill", 2), engines("decode", 2)
+    leader, other = sidecar(consumer), sidecar(consumer, 1)
+    seen: list[Peer] = []
+    handler = leader.agent.peers._handler
+
+    async def spy(message: Peer) -> Peer:
+        if isinstance(message, JoinLeader):
+            seen.append(message)
+        return await handler(message)
+
+    leader.agent.peers._handler = spy
+    wait_for(lambda: seen, "a sign of life")
+    old = seen[0]
+    worker = consumer.workers[1]
+    assert worker._info is not None
+    worker.join(worker._info)
+    consumer.caches[1] = worker.allocate_kv_caches(
+        dict.fromkeys(consumer.caches[0], consumer.spec), consumer.num_blocks
+    )
+    incarnation = other.agent.rank.require_identity().incarnation
+    team = leader.agent.leader.team
+    wait_for(
+        lambda: team.complete and team.followers()[0].card.incarnation == incarnation, "the new one"
+    )
+    good(producer, consumer, "first")
+    hung(producer, consumer, "r", ranks=[1])
+    answer = leader.stage.run(handler(old))
+    assert isinstance(answer, Refused)
+    assert answer.code == "past"
+    quiet(consumer)
+    sidecar(producer, 1).resume()
+    assert consumer.received("r", LONG) is None

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from kvagent.visible.status import why_not_ready
+from kvagent.wire.messages import Hello
 from tests.harness import Engine
 from tests.loopback import LONG
 from tests.test_agent_loopback import (
@@ -69,6 +70,19 @@ def test_it_waits_for_what_is_read_and_written(engines: Engines) -> None:
     for engine in (producer, consumer):
         engine.client.resume()
     good(producer, consumer, "next")
+
+
+def test_a_fetch_in_its_handshake_waits_too(engines: Engines) -> None:
+    producer, consumer = engines("prefill"), engines("decode")
+    with sidecar(producer).holding(Hello) as reached:
+        consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+        assert reached()
+        assert consumer.client.quiesce(LONG) == ()
+    quiet(consumer)
+    assert sidecar(consumer).agent.leader.ledger.counts()["reserved"] == len(LOCAL)
+    consumer.client.resume()
+    assert consumer.received("r", LONG) is None
+    assert same(producer, consumer)
 
 
 def test_a_producer_refuses_first_claims_meanwhile(engines: Engines) -> None:

@@ -19,7 +19,7 @@ from kvagent.agent.follower import Follower, orphan_seconds
 from kvagent.agent.leader import Leader
 from kvagent.agent.local_server import Connection, LocalServer
 from kvagent.agent.rank import FabricFactory, OwnedCache, Rank
-from kvagent.config import Config
+from kvagent.config import Config, split_address
 from kvagent.core.compare import differences
 from kvagent.core.layout import MemoryRange, allocate
 from kvagent.core.lease import LeaseState
@@ -125,7 +125,9 @@ class Agent:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._http is not None:
             await self._http.close()
-        await self._end_follower()
+        if self.follower is not None:
+            await self.follower.close()
+            self.follower = None
         await self.rank.reset()
         await self.leader.close()
         self.leader.outbox.flush()
@@ -169,15 +171,11 @@ class Agent:
         me = self.rank.identity
         if me is None or me.index == 0:
             self.leader.set_identity(me)
-        if self.follower is not None:
-            self._spawn(self._end_follower())
+        old, self.follower = self.follower, None
+        if old is not None:
+            self._spawn(old.close())
         if me is not None and me.index > 0:
             self.follower = Follower(self.rank, me, lambda: self._worker is not None)
-
-    async def _end_follower(self) -> None:
-        follower, self.follower = self.follower, None
-        if follower is not None:
-            await follower.close()
 
     def _team_changed(self) -> None:
         self.leader.know_blocks()
@@ -299,6 +297,8 @@ class Agent:
                     "WorkerInfo.leader is missing: every rank but 0 must say where rank 0's "
                     "sidecar is (rank 0's worker.endpoint)"
                 )
+            if message.info.leader is not None:
+                split_address(message.info.leader, "WorkerInfo.leader")
             if message.keep_cache:
                 self.rank.rejoin(message.info)
             self._worker = connection
@@ -306,9 +306,8 @@ class Agent:
             self._kept = message.keep_cache
             if not message.keep_cache:
                 await self.rank.join(message.info)
-            if (
-                self._scheduler is None and not message.keep_cache
-            ):  # the old engine's; it had the same names for its requests
+            if self._scheduler is None and not message.keep_cache:
+                # The old engine's; it had the same names for its requests.
                 self.leader.outbox.clear()
                 self.leader.borrower.mute()
             connection.send(JoinAccepted(endpoint=self.rank.endpoint, version=VERSION))
@@ -421,7 +420,7 @@ class Agent:
             case Part():
                 if self.follower is None:
                     return Refused(code="not_ready", message="this rank follows nobody")
-                return rank.start_part(message, self.follower.part_done)
+                return self.follower.start_part(message)
             case AbortPart(part_id=part_id, fence=fence):
                 if fence and not rank.abort_part(part_id).done:
                     await rank.fence(part_id)

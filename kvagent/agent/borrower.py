@@ -208,6 +208,8 @@ class Borrower:
                     else Event.RANK_FAILED
                 )
                 self._feed(running, event, f"peer_dropped: engine {engine_id} is gone")
+                # What hangs is fenced off soon: nothing will come of waiting until the deadline.
+                running.record.deadline = min(running.record.deadline, self._now())
         await self.rank.peers.drop(engine_id)
         for member in self.team.followers():
             self._background(self._tell(member, Drop(engine_id=engine_id)))
@@ -339,11 +341,14 @@ class Borrower:
 
     async def _connect(self, running: Running) -> None:
         message = running.message
-        await self._open.wait()
         try:
-            session = await self.rank.peers.greet(
-                message.engine_id, message.host, message.port, message.epoch
-            )
+            while True:
+                await self._open.wait()
+                session = await self.rank.peers.greet(
+                    message.engine_id, message.host, message.port, message.epoch
+                )
+                if self._open.is_set():
+                    break  # nothing is awaited from here until it has begun
         except KVAgentError as error:
             self._feed(running, Event.CONNECT_FAILED, cause_text(error))
             return

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from kvagent.agent.identity import Identity
 from kvagent.agent.rank import Rank
 from kvagent.config import split_address
 from kvagent.errors import KVAgentError
-from kvagent.wire.messages import JoinLeader, PartDone, PartState, Welcomed
+from kvagent.wire.messages import JoinLeader, Part, PartDone, PartState, Welcomed
 from kvagent.wire.peer import PeerClient
 
 log = logging.getLogger("kvagent.follower")
@@ -20,6 +21,8 @@ EVERY = 1.0
 PATIENCE = 2
 """Calls in a row without an answer after which the leader is taken for dead: what is read for it
 ends. Calls and not seconds, since it may be we who stood still."""
+STALE = 8.0
+"""Seconds after the leader's last answer in which parts of it are begun."""
 
 
 def orphan_seconds(fence_seconds: float) -> float:
@@ -40,33 +43,51 @@ class Follower:
         self._client = PeerClient(rank.control, host, port)
         self._tasks: set[asyncio.Task[None]] = set()
         self.joined = False
+        self._leader = ""
+        self._heard = 0.0
+        self._said = ""
+        self._unanswered = 0
         self._ending: asyncio.Task[None] | None = None
         self._keep(asyncio.create_task(self._live()))
 
     async def _live(self) -> None:
-        said, unanswered = "", 0
+        while True:
+            try:
+                await self._speak()
+            except KVAgentError as error:
+                self.joined = False
+                if str(error) != self._said:
+                    self._said = str(error)
+                    log.warning("leader: %s", error)
+                self._unanswered += 1
+                if self._unanswered >= PATIENCE or await self._client.is_dead():
+                    self._leader = ""
+                    self._end_parts("", "the leader is gone")
+            except Exception:  # nobody else ends what is read for a leader that is gone
+                log.exception("the sign of life failed")
+            await asyncio.sleep(EVERY)
+
+    async def _speak(self) -> None:
+        """One sign of life, or two: a leader that is new to us waits to hear that we follow it."""
         while True:
             message = JoinLeader(
                 engine_id=self._me.info.engine_id,
                 attached=self._attached(),
+                said_at=time.monotonic_ns(),
+                leader=self._leader,
                 reading_for=tuple(self._rank.reading_for()),
                 shape=self._me.shape,
                 card=self._me.card(),
             )
-            try:
-                answer = await self._client.call(message, timeout=EVERY * 3, again=EVERY)
-                self.joined, said, unanswered = True, "", 0
-                if isinstance(answer, Welcomed):
-                    self._end_parts(answer.leader, "the leader started afresh")
-            except KVAgentError as error:
-                self.joined = False
-                if str(error) != said:
-                    said = str(error)
-                    log.warning("leader: %s", error)
-                unanswered += 1
-                if unanswered >= PATIENCE or await self._client.is_dead():
-                    self._end_parts("", "the leader is gone")
-            await asyncio.sleep(EVERY)
+            answer = await self._client.call(message, timeout=EVERY * 3, again=EVERY)
+            self.joined, self._said, self._unanswered = True, "", 0
+            if not isinstance(answer, Welcomed):
+                return
+            self._heard, before = time.monotonic(), self._leader
+            self._leader = answer.leader
+            self._end_parts(answer.leader, "the leader started afresh")
+            if before == answer.leader:
+                return
 
     def _end_parts(self, but_of: str, why: str) -> None:
         """Nobody waits for them any more, and a new leader may not go on before they have ended."""
@@ -75,6 +96,15 @@ class Follower:
             log.warning("%s: what is read for it ends", why)
             self._ending = asyncio.create_task(self._rank.end_parts(but_of, why))
             self._keep(self._ending)
+
+    def start_part(self, part: Part) -> PartState:
+        """See `Rank.start_part`. Only for the leader that we follow: one before it may have died,
+        and its engine been told that nothing reads any more."""
+        if part.leader != self._leader:
+            return PartState(done=True, failure="rank_lost: this rank follows another leader")
+        if time.monotonic() - self._heard > STALE:
+            return PartState(done=False)  # we stood still; it asks again, if it is there
+        return self._rank.start_part(part, self.part_done)
 
     def part_done(self, part_id: str, state: PartState) -> None:
         """Tells the leader at once; if this is lost, the leader asks."""

@@ -206,7 +206,11 @@ class Rank:
             num_blocks,
             sum(r.nbytes for r in ranges) / 2**20,
         )
-        self.changed()
+        try:
+            self.changed()
+        except BaseException:
+            await self.reset()
+            raise
 
     async def reset(self) -> None:
         """Ends this incarnation: reads stop, peers lose the memory, the memory goes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from kvagent.wire.peer import PeerClient
 log = logging.getLogger("kvagent.team")
 
 SILENT_SECONDS = 5.0
+MAX_PAST = 64
 
 
 @dataclass(slots=True)
@@ -36,8 +38,9 @@ class Member:
     client: PeerClient
     last_seen: float
     lost: bool = False
-    orphans: bool = False
-    """It still reads for a leader before this one."""
+    said_at: int = 0
+    follows: bool = False
+    """It takes parts of this leader only, and reads for no other."""
 
 
 class Team:
@@ -51,6 +54,8 @@ class Team:
         self._refused: dict[int, str] = {}
         """Why a rank that wants to join may not."""
         self._generation = 0
+        self._past: dict[int, deque[str]] = {}
+        """By rank, incarnations that were replaced: what they say comes too late."""
         self._closing: list[PeerClient] = []
         self._was_complete = False
         self.changed: Callable[[], None] = lambda: None
@@ -94,8 +99,18 @@ class Team:
             return Refused(code="mismatch", message=text, differences=found)
         card.layout.validate()
         self._refused.pop(index, None)
-        orphans = any(leader != me.incarnation for leader in message.reading_for)
         known = self._members.get(index)
+        if card.incarnation in self._past.get(index, ()):
+            return Refused(code="past", message="another incarnation has taken that rank's place")
+        if (
+            known is not None
+            and known.card.incarnation == card.incarnation
+            and message.said_at <= known.said_at
+        ):
+            return Welcomed(leader=me.incarnation)  # sent again, or late
+        follows = message.leader == me.incarnation and not (
+            set(message.reading_for) - {me.incarnation}
+        )
         if known is None and not message.attached:
             return Refused(code="detached", message="that rank's worker is gone")
         if known is None or known.card != card:
@@ -103,16 +118,17 @@ class Team:
                 self._closing.append(known.client)
                 known.lost = True
             client = PeerClient(self._control, card.host, card.port)
-            self._members[index] = Member(index, card, message.shape, client, now)
-            self._members[index].orphans = orphans
+            self._members[index] = Member(
+                index, card, message.shape, client, now, said_at=message.said_at, follows=follows
+            )
             self._generation += 1
             if known is not None and known.card.incarnation != card.incarnation:
+                self._past.setdefault(index, deque(maxlen=MAX_PAST)).append(known.card.incarnation)
                 self._lost(index, "restarted")
             log.info("rank %d is at %s", index, client)
             self._notify()
         else:
-            known.last_seen = now
-            known.orphans = orphans
+            known.last_seen, known.said_at, known.follows = now, message.said_at, follows
             self._notify_if_changed(now)
         return Welcomed(leader=me.incarnation)
 
@@ -165,7 +181,7 @@ class Team:
         )
 
     def _busy(self) -> list[int]:
-        return [member.index for member in self._members.values() if member.orphans]
+        return [member.index for member in self._members.values() if not member.follows]
 
     def missing(self) -> str:
         """Why `complete` is false, for people."""
@@ -174,7 +190,7 @@ class Team:
         absent = [i for i in range(1, self._me.world_size) if i not in self._members]
         if not absent:
             busy = self._busy()
-            return f"ranks {busy} still read for the leader before" if busy else ""
+            return f"ranks {busy} have not turned to this leader yet" if busy else ""
         refused = [
             f"rank {i} was refused: {self._refused[i]}" for i in absent if i in self._refused
         ]

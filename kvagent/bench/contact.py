@@ -166,7 +166,7 @@ class Contact:
 def signs_of_life() -> tuple[int, int]:
     """Messages and bytes per second at a leader that has nothing to do: its followers'."""
     shape = _rank(0)[1]
-    join = JoinLeader(engine_id="decode-0", attached=True, shape=shape, card=_card(1))
+    join = JoinLeader(said_at=1, engine_id="decode-0", attached=True, shape=shape, card=_card(1))
     welcomed = Welcomed(leader=INCARNATION)
     both = [len(peer_codec.encode(message)) + HEAD.size for message in (join, welcomed)]
     return 2 * (RANKS - 1), (RANKS - 1) * sum(both)

@@ -266,7 +266,9 @@ class RankCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class JoinLeader(Message, frozen=True, tag="join_leader"):
     """Follower -> leader, once a second: it is also the sign of life. -> `Welcomed`.
 
-    `reading_for`: incarnations of the leaders whose parts are being read here.
+    `said_at`: nanoseconds of a clock of the sender's, since a late one must not be taken for news.
+    `leader`: incarnation of the leader whose parts are taken here, from its last `Welcomed`.
+    `reading_for`: those whose parts are being read here.
     `attached`: the rank's worker process is there. When it is not, its cache is what a dead
     engine left, and no part of a new one.
     """
@@ -275,6 +277,8 @@ class JoinLeader(Message, frozen=True, tag="join_leader"):
     attached: bool
     shape: EngineShape
     card: RankCard
+    said_at: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    leader: Id = ""
     reading_for: Annotated[tuple[Id, ...], msgspec.Meta(max_length=64)] = ()
 
 

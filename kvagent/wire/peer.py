@@ -331,7 +331,7 @@ class PeerClient:
             _, writer = await asyncio.wait_for(asyncio.open_connection(self.host, self.port), 1.0)
         except ConnectionRefusedError:
             return True
-        except (OSError, asyncio.TimeoutError):
+        except (OSError, UnicodeError, asyncio.TimeoutError):  # or no name of a host
             return False
         writer.close()
         return False

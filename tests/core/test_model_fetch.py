@@ -6,6 +6,7 @@ that what is still owed: the ranks' end, the producer's word, the one report.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -260,6 +261,27 @@ class FetchMachine(RuleBasedStateMachine):
 
 
 TestFetches = FetchMachine.TestCase
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_fetches(seed: int) -> None:
+    """As above, but drawn by the dozen: what takes many events in one order is rare."""
+    rng = random.Random(seed)
+    events = [*Event, Event.CONNECTED, Event.CLAIM_HELD, Event.RANKS_DONE, Event.COMPLETE_HELD]
+    for _ in range(150):
+        machine = FetchMachine()
+        stories: list[Story] = []
+        for _ in range(30):
+            if rng.random() < 0.2:
+                blocks = set(rng.sample(range(BLOCKS), rng.randint(0, 3)))
+                stories.append(machine.start(f"r{rng.randint(0, 3)}", blocks))
+            elif stories:
+                story, event = rng.choice(stories[-3:]), rng.choice(events)
+                cause, good = rng.choice(["x: one", "y: two"]), rng.random() < 0.5
+                machine.something_happens(story, event, cause, good, rng.randint(1, 2))
+            machine.every_block_is_in_one_state()
+            machine.counts_are_the_models()
+        machine.teardown()
 
 
 @pytest.mark.slow
