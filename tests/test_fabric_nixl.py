@@ -456,3 +456,43 @@ def test_nixl_is_imported_only_when_a_fabric_starts() -> None:
         "import sys, kvagent.fabric.nixl, kvagent.fabric.loopback; assert 'nixl' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_agent_can_be_made_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a link is down: reads fail, others go on reading from us, and it heals by itself."""
+    from kvagent.fabric import worker as module
+
+    real = module.NixlAgent
+    down: list[bool] = []
+
+    def agent(name: str, **options: Any) -> Any:
+        if down and name.endswith("/fetch"):
+            raise FabricError("network device is not available")
+        return real(name, **options)
+
+    monkeypatch.setattr(module, "NixlAgent", agent)
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.1)
+
+    async def work() -> None:
+        here, there = NixlFabric("here"), NixlFabric("there")
+        await here.start()
+        await there.start()
+        try:
+            await here.connect(there.metadata)
+            down.append(True)
+            await here.fence()
+            while not here.trouble:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            with pytest.raises(FabricError, match="nothing can be read: network device"):
+                await here.connect(there.metadata)
+            down.clear()
+            await there.connect(here.metadata)  # what we serve is not concerned
+            while here.trouble:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await here.connect(there.metadata)
+        finally:
+            await here.close()
+            await there.close()
+        assert here.trouble == "the fabric is not running"
+
+    asyncio.run(asyncio.wait_for(work(), 60))

@@ -155,6 +155,9 @@ class Selection(Protocol):
 class Fabric(Protocol):
     """See the module. Every method may raise `FabricError`; what else it may raise is said."""
 
+    trouble: str
+    """Why nothing can be read for the moment, or any more; empty when all is well."""
+
     @property
     def metadata(self) -> PeerMetadata:
         """Opens everything that is registered by now to a peer."""

@@ -81,6 +81,7 @@ class LoopbackFabric:
         piece_bytes: int = 16 << 20,
     ) -> None:
         self.faults = Faults()
+        self.trouble = ""
         self.reads = 0
         self._name = f"{name}/{uuid.uuid4().hex}"
         self._network = network

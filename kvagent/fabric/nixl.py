@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 
 TIGHT_SECONDS = 200e-6
 MAX_NAP = 1e-3
+MAX_WAIT = 0.2
+"""Seconds between looks at a worker that cannot read for the moment."""
 
 MUST_AGREE = ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE")
 """Environment variables that kill the process that serves when they differ between peers."""
@@ -74,6 +76,7 @@ class NixlFabric:
         self._params = dict(params or {})
         self._options: dict[str, str] = {}
         self._metadata: PeerMetadata | None = None
+        self.trouble = ""
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._gate = threading.Lock()
@@ -264,7 +267,8 @@ class NixlFabric:
         changed_at = time.monotonic()
         while True:
             try:
-                command = self._next_command(worker.active, time.monotonic() - changed_at)
+                quiet = time.monotonic() - changed_at
+                command = self._next_command(worker.active, quiet, bool(worker.trouble))
             except queue.Empty:
                 pass
             else:
@@ -272,11 +276,12 @@ class NixlFabric:
                 changed_at = time.monotonic()
             if worker.step():
                 changed_at = time.monotonic()
+            self.trouble = worker.trouble
 
-    def _next_command(self, active: bool, quiet: float) -> _Command:
+    def _next_command(self, active: bool, quiet: float, troubled: bool) -> _Command:
         """Waits as long as there is nothing else to do; `quiet` seconds nothing has happened."""
         if not active:
-            return self._commands.get()
+            return self._commands.get(timeout=MAX_WAIT if troubled else None)
         if quiet < TIGHT_SECONDS:
             return self._commands.get_nowait()
         return self._commands.get(timeout=min(MAX_NAP, quiet / 8))
@@ -292,6 +297,7 @@ class NixlFabric:
     def _finish(self, worker: NixlWorker | None) -> None:
         with self._gate:
             self._open = False
+        self.trouble = self.trouble or _NOT_RUNNING
         if worker is not None:
             worker.close()
         while not self._commands.empty():

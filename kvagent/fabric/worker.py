@@ -44,6 +44,9 @@ log = logging.getLogger(__name__)
 
 Resolve = Callable[[ReadStats | FabricError], None]
 
+RETRY_SECONDS = 1.0
+"""Between attempts to make a fetching agent."""
+
 _FIRST = np.zeros(1, np.int32)
 
 
@@ -96,7 +99,10 @@ class NixlWorker:
         self._remotes: dict[str, NixlRemote] = {}
         self._leaving: set[NixlRemote] = set()
         """Remotes with something to let go once they have no read."""
-        self._broken: FabricError | None = None
+        self._agent: NixlAgent | None = None
+        self._open_at = 0.0
+        self.trouble = ""
+        """Why nothing can be read for the moment."""
         self._place = read_place()
         self._witness = Witness()
         self._serving = self._new_agent("serve")
@@ -104,11 +110,18 @@ class NixlWorker:
         self._open()
 
     def _open(self) -> None:
-        self._fetching = self._new_agent("fetch")
-        self._fetching.register(self._ranges)
+        agent = self._new_agent("fetch")
+        agent.register(self._ranges)
         self.queue: ReadQueue[PreparedLists] = ReadQueue(
-            self._fetching, self._inflight_bytes, time.monotonic, self._witness
+            agent, self._inflight_bytes, time.monotonic, self._witness
         )
+        self._agent = agent
+
+    @property
+    def _fetching(self) -> NixlAgent:
+        if self._agent is None:
+            raise FabricError(f"nothing can be read: {self.trouble}")
+        return self._agent
 
     def _new_agent(self, role: str) -> NixlAgent:
         name = f"{self._prefix}/{uuid.uuid4().hex}/{role}"
@@ -126,15 +139,27 @@ class NixlWorker:
     def fence(self, reason: str) -> None:
         begin = time.monotonic()
         self._end(reason)
+        self._open_again(begin)
+        log.info("%s: fenced in %.3f s: %s", self._prefix, time.monotonic() - begin, reason)
+
+    def _open_again(self, now: float) -> None:
+        """UCX makes no agent while a network device that it was told to use has no link: then this
+        is tried again, and what we serve is not concerned."""
         try:
             self._open()
         except FabricError as error:
-            self._broken = error
-            raise
-        log.info("%s: fenced in %.3f s: %s", self._prefix, time.monotonic() - begin, reason)
+            if not self.trouble:
+                log.error("%s: no fetching agent, trying again: %s", self._prefix, error)
+            self.trouble, self._open_at = str(error), now + RETRY_SECONDS
+        else:
+            if self.trouble:
+                log.info("%s: there is a fetching agent again", self._prefix)
+            self.trouble = ""
 
     def _end(self, reason: str) -> None:
-        self._fetching.destroy()
+        if self._agent is not None:
+            self._agent.destroy()
+            self._agent = None
         self.queue.abort(FabricError(f"fenced: {reason}"))
         self._leaving.clear()
         remotes, self._remotes = self._remotes, {}
@@ -144,12 +169,15 @@ class NixlWorker:
                 done()
 
     def step(self) -> bool:
-        """One round of the queue. True when anything has changed. Its errors are final."""
-        if self._broken is not None:
-            raise self._broken
+        """One round of the queue. True when anything has changed."""
+        if self._agent is None:
+            if (now := time.monotonic()) >= self._open_at:
+                self._open_again(now)
+            return False
         changed = self.queue.step()
         if self.queue.uncertain is not None:
             self.fence(str(self.queue.uncertain))
+            return True
         for remote in [peer for peer in self._leaving if not self.queue.busy(peer.peer)]:
             self._leaving.discard(remote)
             if remote.forgotten:
@@ -162,7 +190,8 @@ class NixlWorker:
 
     def register(self, ranges: Sequence[MemoryRange]) -> None:
         self._serving.register(ranges)
-        self._fetching.register(ranges)
+        if self._agent is not None:
+            self._agent.register(ranges)
         self._ranges += ranges
 
     def metadata(self, options: dict[str, str]) -> PeerMetadata:

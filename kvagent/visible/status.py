@@ -250,6 +250,8 @@ def why_not_ready(agent: Agent) -> str:
         return "draining"
     if agent.leader.quiesced:
         return "quiesced until the engine calls resume()"
+    if agent.rank.fabric is not None and agent.rank.fabric.trouble:
+        return f"nothing can be read: {agent.rank.fabric.trouble}"
     if me.index:
         joined = agent.follower is not None and agent.follower.joined
         return "" if joined else "the leader does not answer"

@@ -28,6 +28,8 @@ log = logging.getLogger("kvagent.control")
 
 MAX_SOCKETS = 16384
 """Of ZMQ, whose default of 1,023 fewer peers would exhaust."""
+CONNECT_MS = 2000
+"""The kernel repeats a call to a host that is away after 1, 3, 7, ... 63 seconds: not so rarely."""
 KEEPALIVE_SECONDS = 2
 UNACKNOWLEDGED_MS = 6000
 """A connection to a host that is gone ends by the kernel's probes. Not by ZMQ's heartbeats: libzmq
@@ -96,6 +98,7 @@ class Control:
         socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 2)
         socket.setsockopt(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
         if self.has_keys and kind == zmq.ROUTER:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self.own.secret)
