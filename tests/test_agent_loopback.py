@@ -737,13 +737,13 @@ def test_the_consumer_starts_afresh_while_it_reads(engines: Engines, tp: int) ->
 
 @pytest.mark.parametrize("how", ["stop", "join"])
 def test_the_leader_ends_while_only_a_follower_reads(engines: Engines, how: str) -> None:
-    producer, consumer = engines("prefill", 2), engines("decode", 2)
+    producer, consumer = engines("prefill", 2), engines("decode", 2, fence_seconds=0.5)
     good(producer, consumer, "first")
     hung(producer, consumer, "r", [1])
     wait_for(lambda: not sidecar(consumer).agent.rank.reading(), "rank 0 is not done")
     if how == "stop":
         sidecar(consumer).close()
-        assert end(consumer, "r").startswith(("reset:", "agent_lost:"))
+        assert end(consumer, "r").startswith("agent_lost:")
         sidecar(producer, 1).resume()
         return
     with again(consumer) as fresh:  # its second rank's fabric starts afresh as well

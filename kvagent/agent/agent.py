@@ -43,6 +43,7 @@ from kvagent.wire.messages import (
     DropPeer,
     Fetch,
     Hello,
+    Hold,
     Join,
     JoinAccepted,
     JoinLeader,
@@ -225,6 +226,7 @@ class Agent:
                 self.leader.lender.revoke_all()
                 await self.leader.borrower.abandon("the scheduler broke the protocol")
             self._scheduler = None
+            self.leader.borrower.holder.release_all()
             self.leader.resume()
             log.info("the scheduler is gone; its leases and fetches run on until another one comes")
 
@@ -244,6 +246,8 @@ class Agent:
                 self.leader.outbox.acknowledge(seq)
             case Cancel(request_id=request_id):
                 self.leader.cancel(request_id)
+            case Hold():
+                self.leader.hold(message)
             case ReleaseTicket():
                 self.leader.borrower.release(message)
             case Quiesce(timeout=timeout):

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from kvagent.agent.causes import cause_text
 from kvagent.agent.deals import Deals
 from kvagent.agent.follower import orphan_seconds
+from kvagent.agent.holder import Holder
 from kvagent.agent.outbox import Outbox
 from kvagent.agent.peers import Session
 from kvagent.agent.progress import Progress
@@ -128,6 +129,7 @@ class Borrower:
         """Closed while the engine is quiesced: new fetches wait."""
         self._open.set()
         self._deals = Deals(rank.control, rank.peers, config.call_timeout)
+        self.holder = Holder(rank, self._deals)
 
     # ------------------------------------------------------------ the scheduler
 
@@ -136,7 +138,7 @@ class Borrower:
         # Malformed ones are refused here, before there is a record.
         local_blocks, _ = map(unpack_blocks, (message.local_blocks, message.remote_blocks))
         record = FetchRecord(
-            fetch_id=uuid.uuid4().hex,
+            fetch_id=self.holder.take(message.transfer_id) or uuid.uuid4().hex,
             request_id=message.request_id,
             transfer_id=message.transfer_id,
             token=message.token,
@@ -196,7 +198,8 @@ class Borrower:
             await asyncio.sleep(0.02)
 
     def release(self, message: ReleaseTicket) -> None:
-        self._background(self._deals.release(message))
+        fetch_id = self.holder.take(message.transfer_id)
+        self._background(self._deals.release(message, fetch_id))
 
     async def drop_peer(self, engine_id: str) -> None:
         """An engine is gone, says the router: what waits for it fails now."""
@@ -229,6 +232,7 @@ class Borrower:
         """The engine is another one (or none: 0): nothing of the old one is fetched any more."""
         others = self._world_size > 1
         until = self._now() + (orphan_seconds(self.config.fence_seconds) if others else 0.0)
+        self.holder.release_all()
         for running in list(self._running.values()):
             if running.left_until is None:
                 running.left_until = until
@@ -280,6 +284,7 @@ class Borrower:
                 self._background(self._fence(running))
         self._end_left()
         self._renew_due(now)
+        self.holder.tick()
 
     def _renew_due(self, now: float) -> None:
         """Batched: what is due at a peer takes everything else that is held there with it."""
@@ -562,6 +567,7 @@ class Borrower:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
+        await self.holder.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

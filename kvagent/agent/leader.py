@@ -24,7 +24,7 @@ from kvagent.core.ledger import Ledger
 from kvagent.visible.watch import Watch
 from kvagent.wire.codec import unpack_blocks
 from kvagent.wire.control import Control
-from kvagent.wire.messages import Fetch, Offer
+from kvagent.wire.messages import Fetch, Hold, Offer
 
 log = logging.getLogger("kvagent.leader")
 
@@ -79,6 +79,10 @@ class Leader:
 
     def fetch(self, message: Fetch) -> None:
         self.borrower.fetch(message, self.draining)
+
+    def hold(self, message: Hold) -> None:
+        if not self.draining:
+            self.borrower.holder.hold(message)
 
     def cancel(self, request_id: str) -> None:
         """Ends the request's offers and its fetch, whichever there are."""

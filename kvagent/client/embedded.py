@@ -107,6 +107,10 @@ class EmbeddedAgent:
         """See `EngineClient.fetch`."""
         self._scheduler().fetch(request_id, ticket, block_ids, start_token)
 
+    def hold(self, ticket: Mapping[str, Any]) -> None:
+        """See `EngineClient.hold`."""
+        self._scheduler().hold(ticket)
+
     def release(self, ticket: Mapping[str, Any]) -> None:
         """See `EngineClient.release`."""
         self._scheduler().release(ticket)

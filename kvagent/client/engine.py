@@ -32,6 +32,7 @@ from kvagent.wire.messages import (
     DropPeer,
     Failed,
     Fetch,
+    Hold,
     Local,
     Offer,
     Quiesce,
@@ -160,6 +161,25 @@ class EngineClient:
             )
         )
         self._fetching[request_id] = local_blocks
+
+    def hold(self, ticket: Mapping[str, Any]) -> None:
+        """A fetch of this ticket will come, but its request has no blocks yet: from now on the
+        lease is renewed, until `fetch` or `release` of the ticket, or this scheduler's end. It may
+        fail without a word; then the fetch is told."""
+        self._require_ready()
+        parsed = read_ticket(ticket)
+        self._send(
+            Hold(
+                engine_id=parsed.engine_id,
+                host=parsed.host,
+                port=parsed.port,
+                epoch=parsed.epoch,
+                transfer_id=parsed.transfer_id,
+                token=parsed.token,
+                num_tokens=parsed.num_tokens,
+                remote_blocks=parsed.blocks,
+            )
+        )
 
     def release(self, ticket: Mapping[str, Any]) -> None:
         """The ticket is not needed: the producer's blocks go back at once."""

@@ -54,6 +54,10 @@ class Link:
         """Whether `step()` has yet to report the end of this request's fetch."""
         return request_id in self._fetching
 
+    def hold(self, ticket: Mapping[str, Any]) -> None:
+        """See `EngineClient.hold`."""
+        self._newest().hold(ticket)
+
     def release(self, ticket: Mapping[str, Any]) -> None:
         """See `EngineClient.release`."""
         self._newest().release(ticket)

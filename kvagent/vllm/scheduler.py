@@ -2,7 +2,7 @@
 
 The life of a request that came with a ticket, on the decode side:
 
-    new --blocks allocated--> fetching --ended--> decode, or the prompt is computed here
+    new, held --blocks--> fetching --ended--> decode, or the prompt is computed here
      |                           |
      | aborted, or all but the   | aborted: cancel; vLLM frees the blocks when the fetch has ended
      | last token is cached here
@@ -69,6 +69,10 @@ class SchedulerSide:
             self._release(params)
             return
         self._tickets[request.request_id] = params
+        try:
+            self._link.hold(params)  # it may wait for blocks longer than the lease
+        except KVAgentError:
+            pass  # the fetch will say it
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Tokens to fetch beyond those that are cached here. The last one of a prompt is always

@@ -153,6 +153,19 @@ class Fetch(Message, frozen=True, tag="fetch"):
     traceparent: str = ""
 
 
+class Hold(Message, frozen=True, tag="hold"):
+    """A fetch of this ticket will come, when the request has blocks: keep its lease alive."""
+
+    engine_id: str
+    host: str
+    port: int
+    epoch: str
+    transfer_id: str
+    token: bytes
+    num_tokens: Count
+    remote_blocks: tuple[bytes, ...]
+
+
 class ReleaseTicket(Message, frozen=True, tag="release_ticket"):
     engine_id: str
     host: str
@@ -230,6 +243,7 @@ Local = (
     | Ready
     | Offer
     | Fetch
+    | Hold
     | ReleaseTicket
     | Cancel
     | Drain

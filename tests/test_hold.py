@@ -1,0 +1,102 @@
+"""`EngineClient.hold`: a ticket whose request waits for blocks keeps its lease."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.harness import Engine, random_fill
+from tests.loopback import LONG, Stage
+
+REMOTE, LOCAL, TOKENS = [7, 8, 9], [1, 2, 3], 12
+LEASE = 2.0
+
+
+class Both:
+    def __init__(self, stage: Stage) -> None:
+        self.sidecars = [stage.sidecars(1, lease_seconds=LEASE)[0] for _ in range(2)]
+        names = ("prefill", "decode")
+        self.producer, self.consumer = (
+            Engine([sidecar], name, fill=random_fill(i))  # type: ignore[list-item]
+            for i, (sidecar, name) in enumerate(zip(self.sidecars, names, strict=True))
+        )
+
+    @property
+    def claimed(self) -> int:
+        return self.sidecars[0].agent.leader.leases.counts()["claimed"]
+
+    def wait_claimed(self, count: int) -> None:
+        until = time.monotonic() + LONG
+        while self.claimed != count:
+            assert time.monotonic() < until, f"{self.claimed} claimed, not {count}"
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def both() -> Iterator[Both]:
+    stage = Stage()
+    made = Both(stage)
+    yield made
+    made.consumer.close()
+    made.producer.close()
+    stage.close()
+
+
+def test_a_held_ticket_outlives_its_lease(both: Both) -> None:
+    ticket = both.producer.client.offer("r", REMOTE, TOKENS)
+    both.consumer.client.hold(ticket)
+    both.consumer.client.hold(ticket)  # changes nothing
+    both.wait_claimed(1)
+    time.sleep(2.5 * LEASE)
+    both.consumer.client.fetch("r", ticket, LOCAL)
+    assert both.consumer.received("r", LONG) is None
+    for head in range(both.producer.heads):
+        want = both.producer.tokens("layer.0", REMOTE, head)
+        assert both.consumer.tokens("layer.0", LOCAL, head).equal(want)
+    both.producer.sent("r", LONG)
+
+
+def test_a_fetch_right_after_the_hold(both: Both) -> None:
+    for name in ("a", "b", "c"):
+        ticket = both.producer.client.offer(name, REMOTE, TOKENS)
+        both.consumer.client.hold(ticket)
+        both.consumer.client.fetch(name, ticket, LOCAL)
+        assert both.consumer.received(name, LONG) is None
+        both.producer.sent(name, LONG)
+
+
+def test_a_held_ticket_is_released(both: Both) -> None:
+    ticket = both.producer.client.offer("r", REMOTE, TOKENS)
+    both.consumer.client.hold(ticket)
+    both.wait_claimed(1)
+    both.consumer.client.release(ticket)
+    both.producer.sent("r", LONG)
+    assert both.sidecars[0].agent.leader.leases.ended["released"] == 1
+
+
+def test_a_scheduler_that_dies_holds_nothing(both: Both) -> None:
+    both.consumer.client.hold(both.producer.client.offer("r", REMOTE, TOKENS))
+    both.wait_claimed(1)
+    both.consumer.client.close()
+    both.producer.sent("r", LONG)
+    assert both.sidecars[0].agent.leader.leases.ended["released"] == 1
+
+
+def test_holding_comes_too_late(both: Both) -> None:
+    ticket = both.producer.client.offer("r", REMOTE, TOKENS)
+    both.producer.sent("r", LONG)  # it lapsed
+    both.consumer.client.hold(ticket)
+    both.consumer.client.fetch("r", ticket, LOCAL)
+    assert (both.consumer.received("r", LONG) or "").startswith("expired")
+
+
+def test_one_held_ticket_is_fetched_once(both: Both) -> None:
+    ticket = both.producer.client.offer("r", REMOTE, TOKENS)
+    both.consumer.client.hold(ticket)
+    both.wait_claimed(1)
+    both.consumer.client.fetch("r", ticket, LOCAL)
+    assert both.consumer.received("r", LONG) is None
+    both.consumer.client.fetch("again", ticket, LOCAL)
+    assert (both.consumer.received("again", LONG) or "").startswith("used")
