@@ -100,3 +100,35 @@ def test_one_held_ticket_is_fetched_once(both: Both) -> None:
     assert both.consumer.received("r", LONG) is None
     both.consumer.client.fetch("again", ticket, LOCAL)
     assert (both.consumer.received("again", LONG) or "").startswith("used")
+
+
+def test_what_is_only_held_does_not_keep_a_producer_busy(both: Both) -> None:
+    ticket = both.producer.client.offer("r", REMOTE, TOKENS)
+    both.consumer.client.hold(ticket)
+    both.wait_claimed(1)
+    assert both.producer.client.quiesce(LONG) == ()
+    both.consumer.client.fetch("r", ticket, LOCAL)
+    assert (both.consumer.received("r", LONG) or "").startswith("quiesced:")
+    both.producer.client.resume()
+
+
+def test_a_fetch_that_waits_keeps_what_was_held(both: Both) -> None:
+    ticket = both.producer.client.offer("r", REMOTE, TOKENS)
+    both.consumer.client.hold(ticket)
+    both.wait_claimed(1)
+    assert both.consumer.client.quiesce(LONG) == ()
+    both.consumer.client.fetch("r", ticket, LOCAL)
+    time.sleep(2 * LEASE)
+    both.consumer.client.resume()
+    assert both.consumer.received("r", LONG) is None
+    both.producer.sent("r", LONG)
+
+
+def test_tickets_of_an_engine_that_is_gone_are_not_renewed(both: Both) -> None:
+    ticket = both.producer.client.offer("r", REMOTE, TOKENS)
+    both.consumer.client.hold(ticket)
+    both.wait_claimed(1)
+    both.consumer.client.drop_peer("prefill")
+    both.producer.sent("r", LONG)  # the lease has run out
+    held = both.sidecars[1].agent.leader.borrower.holder._held.values()
+    assert [one.session for one in held] == [None]

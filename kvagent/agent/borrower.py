@@ -138,7 +138,7 @@ class Borrower:
         # Malformed ones are refused here, before there is a record.
         local_blocks, _ = map(unpack_blocks, (message.local_blocks, message.remote_blocks))
         record = FetchRecord(
-            fetch_id=self.holder.take(message.transfer_id) or uuid.uuid4().hex,
+            fetch_id=self.holder.id_of(message.transfer_id) or uuid.uuid4().hex,
             request_id=message.request_id,
             transfer_id=message.transfer_id,
             token=message.token,
@@ -189,6 +189,15 @@ class Borrower:
         running = self._running[record.fetch_id]
         running.local_blocks += message.local_blocks
         self._feed(running, Event.CANCEL, "failed: the request was being fetched already")
+        if message.transfer_id != record.transfer_id:
+            ticket = ReleaseTicket(
+                engine_id=message.engine_id,
+                host=message.host,
+                port=message.port,
+                transfer_id=message.transfer_id,
+                token=message.token,
+            )
+            self.release(ticket)
 
     async def abandon(self, why: str) -> None:
         """Ends all fetches; returns when nothing can write into the engine's blocks any more."""
@@ -213,6 +222,7 @@ class Borrower:
                 self._feed(running, event, f"peer_dropped: engine {engine_id} is gone")
                 # What hangs is fenced off soon: nothing will come of waiting until the deadline.
                 running.record.deadline = min(running.record.deadline, self._now())
+        self.holder.drop(engine_id)
         await self.rank.peers.drop(engine_id)
         for member in self.team.followers():
             self._background(self._tell(member, Drop(engine_id=engine_id)))
@@ -386,6 +396,7 @@ class Borrower:
         else:
             running.lease_seconds = lease
             running.renew_at = self._now() + lease / 3
+            self.holder.take(record.transfer_id)  # the fetch renews it from here
             self._feed(running, Event.CLAIM_HELD)
 
     async def _complete(self, running: Running) -> None:
@@ -474,6 +485,7 @@ class Borrower:
         del self._running[record.fetch_id]
         del self._parts[running.part_id]
         self.fetches.remove(record)
+        self.holder.take(record.transfer_id)
         if self._aggregator is not None:
             self._aggregator.forget(running.part_id)
         current = asyncio.current_task()

@@ -28,7 +28,12 @@ STALE = 8.0
 def orphan_seconds(fence_seconds: float) -> float:
     """How long after its leader's death a follower may write, at the most: until it has noticed,
     what it posted has ended or is fenced off, and before that others had their time to finish."""
-    return (PATIENCE + 1) * EVERY * 4 + 2 * fence_seconds
+    return silence_seconds() + 2 * fence_seconds
+
+
+def silence_seconds() -> float:
+    """After so long without an answer of the leader nothing more is posted for it."""
+    return (PATIENCE + 1) * EVERY * 4
 
 
 class Follower:
@@ -104,7 +109,12 @@ class Follower:
             return PartState(done=True, failure="rank_lost: this rank follows another leader")
         if time.monotonic() - self._heard > STALE:
             return PartState(done=False)  # we stood still; it asks again, if it is there
-        return self._rank.start_part(part, self.part_done)
+        return self._rank.start_part(part, self.part_done, self._expired)
+
+    def _expired(self) -> str:
+        """The fabric asks before it posts: we may have stood still, and the leader be dead."""
+        silent = time.monotonic() - self._heard > silence_seconds()
+        return "the leader was silent for too long" if silent else ""
 
     def part_done(self, part_id: str, state: PartState) -> None:
         """Tells the leader at once; if this is lost, the leader asks."""

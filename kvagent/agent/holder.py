@@ -31,6 +31,7 @@ class Held:
     lease_seconds: float = 0.0
     """The producer's, from its answer to the claim; 0 before."""
     renew_at: float = 0.0
+    renewed_at: float = 0.0
 
 
 class Holder:
@@ -47,6 +48,17 @@ class Holder:
         held = self._held[message.transfer_id] = Held(message)
         held.task = asyncio.create_task(self._claim(held))
         self._keep(held.task)
+
+    def id_of(self, transfer_id: str) -> str:
+        """The id of the fetch that a ticket is held for; "" when it is not held."""
+        held = self._held.get(transfer_id)
+        return "" if held is None else held.fetch_id
+
+    def drop(self, engine_id: str) -> None:
+        """That engine is gone: its tickets are not renewed any more."""
+        for held in self._held.values():
+            if held.message.engine_id == engine_id:
+                self._let_go(held)
 
     def take(self, transfer_id: str) -> str:
         """The id under which this transfer may be claimed already, for the fetch that goes on
@@ -109,6 +121,7 @@ class Holder:
             fetch_id=held.fetch_id,
             engine_id=me.info.engine_id,
             digest=ticket_digest(message.remote_blocks, message.num_tokens),
+            reading=False,
         )
         session.hold()
         held.session = session
@@ -116,12 +129,20 @@ class Holder:
         if cause:
             self._let_go(held)
         held.lease_seconds = lease
-        held.renew_at = time.monotonic() + lease / 3
+        held.renewed_at = time.monotonic()
+        held.renew_at = held.renewed_at + lease / 3
 
     async def _renew(self, session: Session, batch: list[Held]) -> None:
         refs = [LeaseRef(held.message.transfer_id, held.fetch_id) for held in batch]
-        for held, cause in zip(batch, await self._deals.renew(session, refs), strict=False):
+        causes = await self._deals.renew(session, refs)
+        now = time.monotonic()
+        for held, cause in zip(batch, causes, strict=False):
             if cause:
+                self._let_go(held)
+            else:
+                held.renewed_at = now
+        for held in batch:
+            if now > held.renewed_at + held.lease_seconds:  # it has lapsed, whatever comes
                 self._let_go(held)
 
     def _let_go(self, held: Held) -> None:

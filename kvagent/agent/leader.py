@@ -122,7 +122,7 @@ class Leader:
 
     def _busy(self) -> list[str]:
         reading = [f.request_id for f in self.fetches if f.state is not FetchState.CONNECTING]
-        read = [lease.request_id for lease in self.leases.live() if lease.holder]
+        read = [lease.request_id for lease in self.leases.live() if lease.reading]
         return reading + read
 
     def tick(self) -> None:

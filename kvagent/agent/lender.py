@@ -67,6 +67,7 @@ class Lender:
             message.fetch_id,
             message.digest,
             message.engine_id,
+            message.reading,
         )
         if verdict is None:
             future = self._parked.get(message.fetch_id)

@@ -252,13 +252,19 @@ class Rank:
 
     # ------------------------------------------------------------ parts
 
-    def start_part(self, part: Part, done: Callable[[str, PartState], None]) -> PartState:
-        """Starts a part, or says how it stands when it is known. `done` is called at its end."""
+    def start_part(
+        self,
+        part: Part,
+        done: Callable[[str, PartState], None],
+        expired: Callable[[], str] | None = None,
+    ) -> PartState:
+        """Starts a part, or says how it stands when it is known. `done` is called at its end.
+        `expired`: see `CancelFlag`."""
         run = self._parts.get(part.part_id)
         if run is None:
             if self.reading() >= MAX_RUNNING_PARTS:
                 return PartState(done=True, failure="failed: too many parts at once")
-            run = PartRun(part.leader, CancelFlag(), None)
+            run = PartRun(part.leader, CancelFlag(expired), None)
             address = join_address(part.host, part.port)
             progress = Progress(part.engine_id, address, time.monotonic())
             self.counts.start(part.part_id, progress)

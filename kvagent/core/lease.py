@@ -92,6 +92,8 @@ class Lease:
     state: LeaseState = LeaseState.OFFERED
     holder: str = ""
     consumer: str = ""
+    reading: bool = False
+    """False also while a consumer only holds it."""
     holding: Holding | None = None
 
     @property
@@ -106,6 +108,7 @@ class ParkedClaim:
     digest: bytes
     consumer: str
     until: float
+    reading: bool
 
 
 class LeaseTable:
@@ -185,7 +188,13 @@ class LeaseTable:
         if parked is None:
             return None
         verdict = self.claim(
-            now, transfer_id, parked.token, parked.fetch_id, parked.digest, parked.consumer
+            now,
+            transfer_id,
+            parked.token,
+            parked.fetch_id,
+            parked.digest,
+            parked.consumer,
+            parked.reading,
         )
         assert verdict is not None  # the offer is there: nothing to park
         return parked.fetch_id, verdict
@@ -228,8 +237,9 @@ class LeaseTable:
         fetch_id: str,
         digest: bytes,
         consumer: str = "",
+        reading: bool = True,
     ) -> Verdict | None:
-        """Binds the lease to `fetch_id` of engine `consumer`.
+        """Binds the lease to `fetch_id` of engine `consumer`, which is `reading` or will.
 
         None: parked, the answer comes from `answer_parked` or `sweep`.
         """
@@ -237,7 +247,9 @@ class LeaseTable:
         if lease is None:
             if transfer_id not in self._parked and len(self._parked) < self.max_parked:
                 until = now + self.park_seconds
-                self._parked[transfer_id] = ParkedClaim(token, fetch_id, digest, consumer, until)
+                self._parked[transfer_id] = ParkedClaim(
+                    token, fetch_id, digest, consumer, until, reading
+                )
             parked = self._parked.get(transfer_id)
             same = parked is not None and parked.fetch_id == fetch_id
             return None if same else Verdict.UNKNOWN
@@ -249,9 +261,10 @@ class LeaseTable:
             return Verdict.USED
         if lease.digest != digest:
             return Verdict.MISMATCH
-        if self.quiesced and not lease.holder:
+        if self.quiesced and reading and not lease.reading:
             return Verdict.QUIESCED
         lease.holder, lease.consumer = fetch_id, consumer
+        lease.reading = lease.reading or reading
         lease.state = LeaseState.CLAIMED
         if lease.holding is not None:
             lease.holding.move(BlockState.CLAIMED)

@@ -100,20 +100,31 @@ def ignore(nbytes: int) -> None:
 
 
 class CancelFlag:
-    """Says to a read that it should end; carries the first reason. Any thread may set it."""
+    """Says to a read that it should end; carries the first reason. Any thread may set it.
 
-    __slots__ = ("reason",)
+    `expired` is asked, by the thread that posts, before each piece: a reason when the right to post
+    has run out, else "".
+    """
 
-    def __init__(self) -> None:
-        self.reason: str | None = None
+    __slots__ = ("_expired", "_reason")
+
+    def __init__(self, expired: Callable[[], str] | None = None) -> None:
+        self._reason: str | None = None
+        self._expired = expired
+
+    @property
+    def reason(self) -> str | None:
+        if self._reason is None and self._expired is not None:
+            self._reason = self._expired() or None
+        return self._reason
 
     @property
     def cancelled(self) -> bool:
         return self.reason is not None
 
     def cancel(self, reason: str) -> None:
-        if self.reason is None:
-            self.reason = reason
+        if self._reason is None:
+            self._reason = reason
 
 
 class RemoteAgent:

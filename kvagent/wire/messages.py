@@ -366,6 +366,8 @@ class Claim(Message, frozen=True, tag="claim"):
     fetch_id: Id
     engine_id: Id
     digest: Secret
+    reading: bool = True
+    """False: the lease is only to be held, for a fetch that is to come."""
 
 
 MAX_RENEWALS = 4096

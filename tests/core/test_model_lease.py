@@ -82,14 +82,19 @@ class Model:
     forgotten: set[str] = field(default_factory=set)
     parked: dict[str, tuple[bool, bool, str, float]] = field(default_factory=dict)
     """By transfer: whether token and digest were right, the fetch, until when."""
+    early: dict[tuple[str, bytes], float] = field(default_factory=dict)
+    """Releases that came before their offer, by transfer and token, and until when they count."""
     written: dict[int, set[Block]] = field(default_factory=dict)
     to_report: set[str] = field(default_factory=set)
+    ends: Counter[str] = field(default_factory=Counter)
+    """How many leases of each request have ended and nobody was told yet."""
 
     def end(self, now: float, transfer: str, how: Verdict) -> None:
         lease = self.live.pop(transfer)
         lease.ended = how
         self.remembered[transfer] = (lease, now + REMEMBER)
         request = lease.ticket.request
+        self.ends[request] += 1
         if all(other.ticket.request != request for other in self.live.values()):
             self.to_report.add(request)
 
@@ -114,7 +119,7 @@ requests = st.sampled_from(["r0", "r0", "r1"])
 EVENTS = (
     *("claim", "claim", "claim", "rival", "renew", "renew", "complete", "complete", "release"),
     *("wait", "wait", "wait", "lapse", "sweep", "take", "other", "other"),
-    *("offer", "cancel", "revoke", "drop"),
+    *("offer", "cancel", "revoke", "drop", "quiesce", "mint"),
 )
 mostly = st.integers(0, 7).map(bool)
 rarely = st.integers(0, 3).map(lambda number: number == 3)
@@ -181,6 +186,8 @@ class LeaseMachine(RuleBasedStateMachine):
             model.live[ticket.transfer] = Known(ticket, self.now + LEASE)
         if refused:
             self.ended(ticket.transfer, Verdict.REFUSED)
+        elif new and model.early.pop((ticket.transfer, ticket.token), self.now) > self.now:
+            self.ended(ticket.transfer, Verdict.RELEASED)
         # The claim that waited is answered as one that comes now.
         answered = self.table.answer_parked(self.now, ticket.transfer)
         parked = model.parked.pop(ticket.transfer, None)
@@ -225,7 +232,8 @@ class LeaseMachine(RuleBasedStateMachine):
     def take_finished(self) -> None:
         """At any time later: a request that was offered again meanwhile is not finished."""
         assert self.table.take_finished() == self.model.to_report
-        self.model.to_report = set()
+        assert self.table.take_ended() == self.model.ends
+        self.model.to_report, self.model.ends = set(), Counter()
 
     @rule(target=writes, block=st.integers(0, BLOCKS - 1), group=st.integers(0, GROUPS - 1))
     def write(self, group: int, block: int) -> int:
@@ -339,16 +347,17 @@ class LeaseMachine(RuleBasedStateMachine):
     )
     def release(self, back: int, fetch: str, right_token: bool, times: int) -> None:
         ticket = self.ticket(back)
+        token = ticket.token if right_token else b"wrong"
         for _ in range(times):
             lease = self.model.find(self.now, ticket.transfer)
-            verdict = self.table.release(
-                self.now, ticket.transfer, ticket.token if right_token else b"wrong", fetch
-            )
+            verdict = self.table.release(self.now, ticket.transfer, token, fetch)
             parked = self.model.parked.get(ticket.transfer)
             if parked is not None and parked[2] == fetch:
                 del self.model.parked[ticket.transfer]
             if lease is None:
                 assert verdict is Verdict.UNKNOWN
+                if len(self.model.early) < MAX_PARKED:
+                    self.model.early[ticket.transfer, token] = self.now + PARK
             elif not right_token:
                 assert verdict is Verdict.FORBIDDEN
             elif lease.holder not in ("", fetch):
@@ -377,6 +386,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.mint(request, [[0, 1], [2]], offered)
         backs = [0, 1]
         happens = {
+            "mint": lambda: self.mint(request, [[3]], False),
             "offer": lambda: self.offer(backs[0]),
             "claim": lambda: self.claim(backs[0], "f0", True, True, 1),
             "rival": lambda: self.claim(backs[0], "f1", True, True, 1),
@@ -388,6 +398,7 @@ class LeaseMachine(RuleBasedStateMachine):
             "drop": lambda: self.drop_consumer(CONSUMERS["f0"], True),
             "wait": lambda: self.time_passes(0.6 * LEASE),
             "lapse": lambda: self.time_passes(LEASE),
+            "quiesce": lambda: self.quiesce(not self.table.quiesced),
             "sweep": self.sweep,
             "take": self.take_finished,
             "other": backs.reverse,
@@ -403,7 +414,7 @@ class LeaseMachine(RuleBasedStateMachine):
         late = [t for t, (*_, until) in model.parked.items() if self.now >= until]
         expected = sorted(model.parked.pop(transfer)[2] for transfer in late)
         assert sorted(self.table.sweep(self.now)) == expected
-        # In the order of their offers, as the table remembers them.
+        model.early = {key: until for key, until in model.early.items() if self.now < until}
         for transfer, one in list(model.live.items()):
             if self.now >= one.until:
                 self.ended(transfer, Verdict.EXPIRED)
@@ -466,6 +477,8 @@ class LeaseMachine(RuleBasedStateMachine):
         assert len(self.table) == len(model.live)
         assert {lease.transfer_id for lease in self.table.live()} == model.live.keys()
         assert len(model.parked) <= MAX_PARKED
+        assert self.table._early.keys() == model.early.keys()
+        assert len(model.early) <= MAX_PARKED
         assert len(model.remembered) <= MAX_TOMBSTONES
 
     @invariant()
@@ -498,6 +511,7 @@ class LeaseMachine(RuleBasedStateMachine):
         assert self.ledger.counts()["free"] == GROUPS * BLOCKS
         assert self.table.take_finished() == set()
         assert not self.table._by_request, "no residue inside either"
+        assert not self.table._early
 
 
 TestLeases = LeaseMachine.TestCase
@@ -507,7 +521,7 @@ TestLeases = LeaseMachine.TestCase
 def test_many_lives(seed: int) -> None:
     """As above, but drawn by the dozen: what takes five events in one order is rare."""
     rng = random.Random(seed)
-    for _ in range(400):
+    for _ in range(800):
         machine = LeaseMachine()
         for _ in range(5):
             script = rng.choices(EVENTS, k=rng.randint(2, 12))
