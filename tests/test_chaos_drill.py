@@ -179,7 +179,10 @@ def test_an_interrupted_drill(sleeper: subprocess.Popen[bytes], number: str) -> 
     """What it stopped is continued, and the table is printed."""
     command = [sys.executable, "-m", "kvagent", "chaos", "--target", f"a={sleeper.pid}"]
     options = ["--every", "0.1", "--kill", "0", "--stop-seconds", "600", "--json"]
+    # Whoever runs the tests may ignore it (nohup, a shell's background), and that is inherited.
+    before = signal.signal(signal.Signals[number], signal.SIG_DFL)
     with subprocess.Popen([*command, *options], stdout=-1, stderr=-1, text=True) as process:
+        signal.signal(signal.Signals[number], before)
         try:
             wait_for(lambda: state(sleeper.pid) == "T", "it was not stopped")
             process.send_signal(signal.Signals[number])
