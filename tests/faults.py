@@ -180,6 +180,18 @@ class Landing:
         while any(self.share(source, sources) < share for source in range(sources)):
             assert time.monotonic() < end, "the read does not begin"
 
+    def until_still(self) -> None:
+        """Returns when nothing more comes, although more was asked for: the producer stands still,
+        and what was under way in sockets has arrived."""
+        end = time.monotonic() + 30
+        there, since = self.share(), time.monotonic()
+        while time.monotonic() < since + 0.5:
+            assert time.monotonic() < end, "the read goes on"
+            time.sleep(0.02)
+            if self.share() != there:
+                there, since = self.share(), time.monotonic()
+        assert there < 1, "the read had ended"
+
     def equals(self, producer: Engine, blocks: range) -> bool:
         """Whether it holds every byte of the producer's `blocks`."""
         return all(

@@ -833,3 +833,13 @@ def test_an_offer_that_crosses_the_end_of_an_earlier_one(engines: Engines) -> No
     assert consumer.received("again", LONG) is None
     producer.sent("r", LONG)
     at_rest(producer, consumer)
+
+
+def test_a_drain_ends_with_its_scheduler(engines: Engines) -> None:
+    producer, consumer = engines("prefill"), engines("decode")
+    assert consumer.client.drain(LONG) == ()
+    with again(consumer) as fresh:
+        good(producer, fresh, "r")
+        sidecar(fresh).stage.run(sidecar(fresh).agent.drain(0.1))  # as on SIGTERM
+        with again(fresh) as last:
+            assert failed(last, "late", offer(producer, "late")).startswith("draining:")

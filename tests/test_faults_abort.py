@@ -87,6 +87,7 @@ def test_while_the_producer_sleeps(sidecars: list[Watched], engines: tuple[Engin
     consumer.client.fetch("aborted", ticket, list(aborted.blocks))
     aborted.until(0.1)
     prefill.stop()
+    aborted.until_still()
     consumer.client.cancel("aborted")
     status = decode.until(lambda status: status["fetches"]["draining"])
     assert status["ledger"]["quarantined"] == BIG

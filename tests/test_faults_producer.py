@@ -52,6 +52,7 @@ def test_its_engine_is_killed(sidecars: list[Watched]) -> None:
     command = [sys.executable, "-m", "tests.producer", prefill.socket, "prefill", str(BIG), "1"]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE) as process,
+        closing(SimpleNamespace(close=process.kill)),
         engine([decode], "decode", BIG) as consumer,
     ):
         assert process.stdout is not None

@@ -132,3 +132,19 @@ def test_tickets_of_an_engine_that_is_gone_are_not_renewed(both: Both) -> None:
     both.producer.sent("r", LONG)  # the lease has run out
     held = both.sidecars[1].agent.leader.borrower.holder._held.values()
     assert [one.session for one in held] == [None]
+
+
+def test_two_fetches_of_one_held_ticket(both: Both) -> None:
+    ticket = both.producer.client.offer("r", REMOTE, TOKENS)
+    both.consumer.client.hold(ticket)
+    both.wait_claimed(1)
+    both.consumer.client.fetch("r1", ticket, LOCAL)
+    both.consumer.client.fetch("r2", ticket, [10, 11, 12])
+    ends: dict[str, str] = {}
+    while len(ends) < 2:
+        out = both.consumer.until(lambda o: bool(o.finished_recving), LONG)
+        for request in out.finished_recving or ():
+            ends[request] = out.failed_recving.get(request, "")
+    assert ends["r1"] == ""
+    assert ends["r2"].startswith("used:")
+    both.producer.sent("r", LONG)

@@ -91,6 +91,7 @@ class Agent:
         self.local = LocalServer(self._on_local, self._gone)
         self.peers = PeerServer(self.control, self._on_peer)
         self._taking_over = False
+        self._stopping = False
         self._kept = False
         """The worker goes on with the cache that is here, and has not asked for it yet."""
         self._worker: Connection | None = None
@@ -137,7 +138,8 @@ class Agent:
         await self.control.close()
 
     async def drain(self, timeout: float) -> tuple[str, ...]:
-        """See `EngineClient.drain`; also what SIGTERM does."""
+        """Before `stop`: as `EngineClient.drain`, and no scheduler ends it."""
+        self._stopping = True
         return await self.leader.drain(timeout)
 
     def adopt(self, sock: socket.socket) -> None:
@@ -267,6 +269,8 @@ class Agent:
             raise AgentError("a scheduler is attached already; an engine has one")
         connection.role = "scheduler"
         self._scheduler = connection
+        if not self._stopping:
+            self.leader.take_work()
         self.leader.outbox.attach(connection.send)
         self._spawn(self._take_over(connection))
 
@@ -283,7 +287,7 @@ class Agent:
         self._announce(scheduler)
 
     async def _drain_for(self, connection: Connection, timeout: float) -> None:
-        left = await self.drain(timeout)
+        left = await self.leader.drain(timeout)
         self.leader.outbox.flush()
         connection.send(Drained(left=left))
 

@@ -138,7 +138,7 @@ class Borrower:
         # Malformed ones are refused here, before there is a record.
         local_blocks, _ = map(unpack_blocks, (message.local_blocks, message.remote_blocks))
         record = FetchRecord(
-            fetch_id=self.holder.id_of(message.transfer_id) or uuid.uuid4().hex,
+            fetch_id=self._id_for(message.transfer_id),
             request_id=message.request_id,
             transfer_id=message.transfer_id,
             token=message.token,
@@ -180,6 +180,15 @@ class Borrower:
         record = self.fetches.of_request(request_id)
         if record is not None:
             self._feed(self._running[record.fetch_id], Event.CANCEL, "cancelled: by the engine")
+
+    def _id_for(self, transfer_id: str) -> str:
+        """A held ticket is claimed under the id of the first fetch of it, and of no other."""
+        held = self.holder.id_of(transfer_id)
+        return held if held and held not in self._running else uuid.uuid4().hex
+
+    def _take_held(self, record: FetchRecord) -> None:
+        if self.holder.id_of(record.transfer_id) == record.fetch_id:
+            self.holder.take(record.transfer_id)
 
     def _refuse_second(self, message: Fetch) -> None:
         """A scheduler fetches what one before it is still fetching. The end of the one would be
@@ -396,7 +405,7 @@ class Borrower:
         else:
             running.lease_seconds = lease
             running.renew_at = self._now() + lease / 3
-            self.holder.take(record.transfer_id)  # the fetch renews it from here
+            self._take_held(record)  # the fetch renews it from here
             self._feed(running, Event.CLAIM_HELD)
 
     async def _complete(self, running: Running) -> None:
@@ -485,7 +494,7 @@ class Borrower:
         del self._running[record.fetch_id]
         del self._parts[running.part_id]
         self.fetches.remove(record)
-        self.holder.take(record.transfer_id)
+        self._take_held(record)
         if self._aggregator is not None:
             self._aggregator.forget(running.part_id)
         current = asyncio.current_task()
@@ -545,10 +554,10 @@ class Borrower:
 
     async def _fence(self, running: Running) -> None:
         part_id = running.part_id
+        for member in self.team.followers():
+            self._background(self._tell(member, AbortPart(part_id=part_id, fence=True)))
         if not self.rank.abort_part(part_id).done:
             await self.rank.fence(part_id)
-        for member in self.team.followers():
-            await self._tell(member, AbortPart(part_id=part_id, fence=True))
 
     async def _tell(self, member: Member, message: AbortPart | Drop) -> None:
         try:

@@ -89,6 +89,10 @@ class Leader:
         self.lender.cancel(request_id)
         self.borrower.cancel(request_id)
 
+    def take_work(self) -> None:
+        """A new scheduler: the drain of the one before it is over."""
+        self.draining = False
+
     async def drain(self, timeout: float) -> tuple[str, ...]:
         """No new work; waits for what was offered and what is fetched, then fails the rest.
 
@@ -96,8 +100,12 @@ class Leader:
         """
         self.draining = True
         until = time.monotonic() + timeout
-        while (self.fetches or self.leases) and time.monotonic() < until:  # noqa: ASYNC110
+        while (  # noqa: ASYNC110
+            self.draining and (self.fetches or self.leases) and time.monotonic() < until
+        ):
             await asyncio.sleep(0.02)
+        if not self.draining:
+            return ()  # what is open now is the next scheduler's
         left = [record.request_id for record in self.fetches]
         left += [lease.request_id for lease in self.leases.live()]
         for request_id in left:

@@ -412,6 +412,7 @@ class Rank:
     async def _unless_stopped(self, run: PartRun, work: Coroutine[Any, Any, T]) -> T:
         """`work`, or `ReadCancelled` as soon as the part is stopped: nothing is posted yet."""
         task = asyncio.ensure_future(work)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen
         stopped = asyncio.ensure_future(run.stopped.wait())
         try:
             await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)

@@ -213,6 +213,7 @@ class FetchTable:
         """False, and nothing changed, when the request is being fetched already."""
         if fetch.request_id in self._by_request:
             return False
+        assert fetch.fetch_id not in self._fetches
         self._fetches[fetch.fetch_id] = fetch
         self._by_request[fetch.request_id] = fetch.fetch_id
         return True

@@ -155,6 +155,16 @@ def test_forgotten_requests_leave_nothing_and_start_afresh(batches: list[tuple[i
     assert aggregator.num_counting == 0
 
 
+def test_one_that_is_forgotten_before_there_is_an_output_does_not_come_out():
+    aggregator = KVOutputAggregator(1)
+    done = step_of(KVConnectorOutput(finished_sending={"a"}, finished_recving={"a"}))
+    assert aggregator.aggregate([done, None], 1) is None
+    aggregator.forget("a")
+    result = aggregator.aggregate([Step()])
+    assert result is not None
+    assert result.kv_connector_output.is_empty()
+
+
 # ---------------------------------------------------------------- aborts and the loss of ranks
 
 
@@ -177,7 +187,7 @@ class LeaderMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.aggregator = KVOutputAggregator(RANKS, world_size=RANKS, max_age=MAX_AGE)
+        self.aggregator = KVOutputAggregator(RANKS, max_age=MAX_AGE)
         self.all: list[Part] = []
         self.seen: Counter[str] = Counter()
 
@@ -191,11 +201,15 @@ class LeaderMachine(RuleBasedStateMachine):
             st.tuples(st.integers(0, RANKS - 1), parts, st.sampled_from([None, None, "a", "b"])),
             min_size=1,
             max_size=6,
-        )
+        ),
+        silent=st.integers(0, 3).map(lambda number: number == 3),
     )
-    def ranks_end(self, said: list[tuple[int, Part, str | None]]) -> None:
-        """In one step, each of some parts, well or not, and perhaps not for the first time."""
-        self.step([(rank, part, why) for rank, part, why in said if not part.forgotten])
+    def ranks_end(self, said: list[tuple[int, Part, str | None]], silent: bool) -> None:
+        """In one step, each of some parts, well or not, and perhaps not for the first time.
+
+        `silent`: there is no output to report it on.
+        """
+        self.step([(rank, part, why) for rank, part, why in said if not part.forgotten], silent)
 
     @rule(rank=st.integers(0, RANKS - 1))
     def rank_is_lost(self, rank: int) -> None:
@@ -215,7 +229,7 @@ class LeaderMachine(RuleBasedStateMachine):
         self.aggregator.forget(part.name)
         part.forgotten = True
 
-    def step(self, said: list[tuple[int, Part, str | None]]) -> None:
+    def step(self, said: list[tuple[int, Part, str | None]], silent: bool = False) -> None:
         outputs = [KVConnectorOutput() for _ in range(RANKS)]
         first: dict[Part, str] = {}
         for rank, part, why in sorted(said, key=lambda one: one[0]):
@@ -232,7 +246,11 @@ class LeaderMachine(RuleBasedStateMachine):
         for part, why in first.items():
             if part.failure is None and not part.out:
                 part.failure = why
-        result = self.aggregator.aggregate([step_of(output) for output in outputs])
+        steps: list[Step | None] = [step_of(output) for output in outputs]
+        if silent:
+            assert self.aggregator.aggregate([*steps, None], RANKS) is None
+            return
+        result = self.aggregator.aggregate(steps)
         assert result is not None
         combined = result.kv_connector_output
         complete = {
