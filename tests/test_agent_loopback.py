@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvagent import EngineClient, ModelInfo, WorkerClient, WorkerInfo
+from kvagent.agent import rank as rank_module
 from kvagent.errors import AgentError, DrainingError
 from kvagent.wire.messages import Claim, Complete, Hello, Meet, Renew
 from tests.harness import NHD, Engine, random_fill
@@ -843,3 +844,13 @@ def test_a_drain_ends_with_its_scheduler(engines: Engines) -> None:
         sidecar(fresh).stage.run(sidecar(fresh).agent.drain(0.1))  # as on SIGTERM
         with again(fresh) as last:
             assert failed(last, "late", offer(producer, "late")).startswith("draining:")
+
+
+def test_too_many_parts_at_once_fail(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer, consumer = engines("prefill"), engines("decode")
+    good(producer, consumer, "first")
+    monkeypatch.setattr(rank_module, "MAX_RUNNING_PARTS", 0)
+    assert failed(consumer, "r", offer(producer, "r")) == "failed: too many parts at once"
+    monkeypatch.undo()
+    good(producer, consumer, "next")
+    at_rest(producer, consumer)

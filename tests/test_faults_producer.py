@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -50,19 +51,20 @@ def test_its_engine_is_killed(sidecars: list[Watched]) -> None:
     """The cache is the sidecar's: the fetch is good."""
     prefill, decode = sidecars
     command = [sys.executable, "-m", "tests.producer", prefill.socket, "prefill", str(BIG), "1"]
-    with (
-        subprocess.Popen(command, stdout=subprocess.PIPE) as process,
-        closing(SimpleNamespace(close=process.kill)),
-        engine([decode], "decode", BIG) as consumer,
-    ):
+    with ExitStack() as ends:
+        process = ends.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+        ends.callback(process.kill)
+        consumer = ends.enter_context(engine([decode], "decode", BIG))
         assert process.stdout is not None
         ticket = json.loads(process.stdout.readline())
         landing = Landing(consumer, range(BIG))
         consumer.client.fetch("good", ticket, list(landing.blocks))
         landing.until(0.05)
+        decode.stop()  # or the read might end before the process does
         process.kill()
         process.wait()
         assert landing.share() < 1, "the read had ended"
+        decode.resume()
         assert consumer.received("good") is None
         for i, cache in enumerate(consumer.caches[0].values()):
             want = pattern(1, i, cache.shape)

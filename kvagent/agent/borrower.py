@@ -435,7 +435,9 @@ class Borrower:
             local_blocks=message.local_blocks,
             start_token=message.start_token,
         )
-        self.rank.start_part(part, lambda part_id, state: self._rank_done(part_id, 0, state))
+        state = self.rank.start_part(part, lambda part_id, end: self._rank_done(part_id, 0, end))
+        if state.done:  # refused: it will not be heard of again
+            self._rank_done(part.part_id, 0, state)
         running.own = self.rank.counts.of(part.part_id) or running.own
         for member in self.team.followers():
             self._spawn(running, self._follow(running, member, part))

@@ -75,16 +75,16 @@ class Lender:
                 future = asyncio.get_running_loop().create_future()
                 self._parked[message.fetch_id] = future
             verdict = await asyncio.shield(future)
+        self._publish()  # it may have found a lease that has lapsed
         return self._verdict(verdict)
 
     def renew(self, message: Renew) -> Renewed:
         now = time.monotonic()
-        return Renewed(
-            verdicts=tuple(
-                self._leases.renew(now, ref.transfer_id, ref.fetch_id).value
-                for ref in message.leases
-            )
+        verdicts = tuple(
+            self._leases.renew(now, ref.transfer_id, ref.fetch_id).value for ref in message.leases
         )
+        self._publish()
+        return Renewed(verdicts=verdicts)
 
     def complete(self, message: Complete) -> Verdict:
         verdict = self._leases.complete(

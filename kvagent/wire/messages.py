@@ -32,6 +32,8 @@ MAX_PEER_BYTES = 16 << 20
 
 Id = Annotated[str, msgspec.Meta(max_length=256)]
 """Names of engines, transfers, incarnations, hosts: nothing that a peer can make long."""
+FetchId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+"""Of a fetch that claims: nobody holds a lease without a name."""
 Secret = Annotated[bytes, msgspec.Meta(max_length=64)]
 """Tokens and digests."""
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
@@ -363,7 +365,7 @@ class Claim(Message, frozen=True, tag="claim"):
 
     transfer_id: Id
     token: Secret
-    fetch_id: Id
+    fetch_id: FetchId
     engine_id: Id
     digest: Secret
     reading: bool = True
@@ -376,7 +378,7 @@ MAX_RENEWALS = 4096
 
 class LeaseRef(msgspec.Struct, frozen=True, array_like=True):
     transfer_id: Id
-    fetch_id: Id
+    fetch_id: FetchId
 
 
 class Renew(Message, frozen=True, tag="renew"):
@@ -394,7 +396,7 @@ class Complete(Message, frozen=True, tag="complete"):
 
     transfer_id: Id
     token: Secret
-    fetch_id: Id
+    fetch_id: FetchId
 
 
 class Release(Message, frozen=True, tag="release"):
