@@ -215,7 +215,14 @@ def load(path: str | None, arguments: Mapping[str, Any]) -> Config:
 def _effective(layers: list[Layer]) -> Effective:
     config, sources = build(Config, layers)
     for problem in config.problems():
-        origins = [f"{name} is from {sources[name]}" for name in problem.settings]
+        # A section stands for those of its settings that somebody gave.
+        named = [
+            name
+            for setting in problem.settings
+            for name, source in sources.items()
+            if name == setting or (name.startswith(f"{setting}.") and source != "default")
+        ]
+        origins = [f"{name} is from {sources[name]}" for name in named]
         raise ConfigError(f"{problem.text} ({'; '.join(origins)})")
     return Effective(config, sources)
 

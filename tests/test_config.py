@@ -379,3 +379,17 @@ def test_effective_settings_are_printed(capsys: pytest.CaptureFixture[str]) -> N
     show_config(effective, as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert any("chaos.kinds" in line and '["claim"]' in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('kinds = ["clam"]', r"no message 'clam'; there are .*\(chaos.kinds is from "),
+        ("drop = 0.6\ndelay = 0.6", r"add up to more than 1 \(chaos.drop is from .*chaos.delay is"),
+    ],
+)
+def test_a_drill_that_cannot_be(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "kvagent.toml"
+    path.write_text(f"[chaos]\n{text}\n")
+    with pytest.raises(ConfigError, match=message):
+        load_command(str(path), {}, {})

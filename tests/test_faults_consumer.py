@@ -32,6 +32,7 @@ pytestmark = pytest.mark.timeout(300)  # busy machines start processes slowly
 LEASE = 2.0
 IN_TIME = LEASE + LEASE / 3
 """A lease, and the interval at which leases are renewed."""
+HUGE = 4 * BIG
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
@@ -85,16 +86,16 @@ def test_it_reads_slowly(tmp_path: Path) -> None:
     settings = {"lease_seconds": 1, "piece_bytes": 4096, "inflight_bytes": 4096}
     with (
         watched(tmp_path, ["prefill", "decode"], "tcp", **settings) as (prefill, decode),
-        engine([prefill], "prefill", BIG, random_fill(1)) as producer,
-        engine([decode], "decode", BIG) as consumer,
+        engine([prefill], "prefill", HUGE, random_fill(1)) as producer,
+        engine([decode], "decode", HUGE) as consumer,
     ):
-        landing = Landing(consumer, range(BIG))
-        ticket = offer(producer, "slow", range(BIG))
+        landing = Landing(consumer, range(HUGE))
+        ticket = offer(producer, "slow", range(HUGE))
         consumer.client.fetch("slow", ticket, list(landing.blocks))
         assert consumer.received("slow", 60) is None
         seconds = consumer.seen[-1].kv_connector_stats["fetches"]["slow"]["seconds"]
         assert seconds > 3, "it was too fast to show anything"
-        assert landing.equals(producer, range(BIG))
+        assert landing.equals(producer, range(HUGE))
         producer.sent("slow")
 
 

@@ -93,6 +93,7 @@ def test_a_fence_ends_it(tmp_path: Path) -> None:
         decode.until_idle()
 
 
+@pytest.mark.slow
 def test_over_shared_memory_it_times_out(tmp_path: Path) -> None:
     with stopped(tmp_path, "shm", 600) as (sidecars, producer, consumer, landing):
         reason = consumer.received("request")

@@ -67,6 +67,7 @@ def test_one_reader(tmp_path: Path) -> None:
         fails_once(sidecars[2:], consumer, landing)
 
 
+@pytest.mark.slow
 def test_a_reader_for_each_source(tmp_path: Path) -> None:
     with caught(tmp_path, "tcp", killed=0, ranks=2) as (sidecars, consumer, landing):
         decode = sidecars[2:]
@@ -78,6 +79,7 @@ def test_a_reader_for_each_source(tmp_path: Path) -> None:
         fails_once(decode, consumer, landing)
 
 
+@pytest.mark.slow
 def test_over_shared_memory_a_stopped_source_holds_nothing_up(tmp_path: Path) -> None:
     """The kernel reads from its memory all the same."""
     with caught(tmp_path, "shm", killed=1, ranks=1) as (sidecars, consumer, landing):

@@ -381,7 +381,7 @@ class Borrower:
             self._feed(running, Event.CONNECT_FAILED, f"internal: {error}")
             return
         if session.epoch != message.epoch:
-            cause = f"peer_restarted: engine {message.engine_id} since the ticket was made"
+            cause = f"peer_restarted: engine {message.engine_id} started afresh since the ticket"
             self._feed(running, Event.CONNECT_FAILED, cause)
             return
         session.hold()

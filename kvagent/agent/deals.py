@@ -53,7 +53,10 @@ class Deals:
         if not isinstance(answer, Verdict):
             return f"protocol: answered with {type(answer).__name__}", 0.0
         if answer.epoch != epoch:
-            return f"peer_restarted: engine {session.engine_id} while it was being read", 0.0
+            return (
+                f"peer_restarted: engine {session.engine_id} started afresh since the ticket",
+                0.0,
+            )
         if answer.verdict == LeaseVerdict.HELD.value:
             return "", answer.lease_seconds
         return f"{answer.verdict}: {_MEANING.get(answer.verdict, 'the producer said no')}", 0.0

@@ -370,7 +370,7 @@ class Rank:
         while session.closed:  # it ended before we could hold it
             session = await self._unless_stopped(run, greet())
         if session.epoch != part.epoch:
-            raise PeerGoneError(f"engine {part.engine_id} restarted since the ticket was made")
+            raise PeerGoneError(f"engine {part.engine_id} started afresh since the ticket")
         session.hold()
         try:
             sources = await self._unless_stopped(run, self.peers.sources(session))

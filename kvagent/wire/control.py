@@ -80,6 +80,7 @@ class Control:
         """From now on peers with allowed keys can connect, and changes of the keys are noticed."""
         if self._ring is not None:
             self._door = Door(self._context, lambda: self.ring.allowed)
+            self._say(self.ring, "")
             self._watching = [
                 asyncio.create_task(self._door.answer(), name="door"),
                 asyncio.create_task(self._watch(look(self._folder)), name="keys"),
@@ -166,16 +167,25 @@ class Control:
         if own or added or removed:
             names = {fingerprint(key): "added" for key in added}
             names |= {fingerprint(key): "removed" for key in removed}
-            log.info(
-                "keys: own %s%s; allowed: %d%s",
-                fingerprint(ring.own.public),
-                " (new)" if own else "",
-                len(ring.allowed),
-                "".join(f", {name} {how}" for name, how in sorted(names.items())),
-            )
+            changes = "".join(f", {name} {how}" for name, how in sorted(names.items()))
+            self._say(ring, (", own is new" if own else "") + changes)
         if own or removed:
             for user in list(self.key_users):
                 user.keys_changed(own=own)
+
+    def _say(self, ring: KeyRing, changes: str) -> None:
+        allowed = sorted(fingerprint(key) for key in ring.allowed)
+        shown = ", ".join(allowed[:8]) + (", ..." if len(allowed) > 8 else "")
+        own = fingerprint(ring.own.public)
+        log.info("keys: own %s; allowed: %d (%s)%s", own, len(allowed), shown, changes)
+        if not allowed:
+            log.warning("keys: none is allowed in %s: nobody can connect", self._folder)
+        elif own not in allowed:
+            log.warning(
+                "keys: this sidecar's own key %s is not among the allowed ones; with one pair for "
+                "all it has to be",
+                own,
+            )
 
     # ------------------------------------------------------------ sending
 
