@@ -101,7 +101,7 @@ def rounds(short: int, long: int, *transports: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("pair", "count"), cases, indirect=["pair"])
 
 
-@rounds(1, 20, "tcp")
+@rounds(1, 5, "tcp")
 def test_under_load(pair: Pair, count: int) -> None:
     pair.traffic.running = True
     pair.until(lambda: sum(pair.traffic.good.values()) >= 5, "no traffic")
