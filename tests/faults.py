@@ -47,7 +47,7 @@ class Watched(Sidecar):
     def __init__(self, folder: Path, name: str, transport: str, **settings: float) -> None:
         self.http = _free_address()
         if transport == "shm":
-            settings = {"piece_bytes": 1 << 16, **settings}  # otherwise it is over in an instant
+            settings = {"piece_bytes": 1 << 14, **settings}  # otherwise it is over in an instant
         config = folder / f"{name}.toml"
         config.write_text("".join(f"{key} = {value}\n" for key, value in settings.items()))
         super().__init__(

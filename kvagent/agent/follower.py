@@ -51,12 +51,13 @@ class Follower:
         self._leader = ""
         self._heard = 0.0
         self._said = ""
+        self._closed = False
         self._unanswered = 0
         self._ending: asyncio.Task[None] | None = None
         self._keep(asyncio.create_task(self._live()))
 
     async def _live(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 await self._speak()
             except KVAgentError as error:
@@ -140,6 +141,7 @@ class Follower:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
+        self._closed = True  # a cancellation can be swallowed, by `wait_for` before Python 3.12
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -274,12 +274,12 @@ class PeerClient:
         try:
             while (left := until - loop.time()) > 0:
                 await self._transmit(frames, message, answer, left)
-                try:
-                    reply = await asyncio.wait_for(
-                        asyncio.shield(answer), max(0.001, min(again, until - loop.time()))
-                    )
-                except asyncio.TimeoutError:
+                # Not `wait_for`: before Python 3.12 that can swallow a cancellation.
+                wait = max(0.001, min(again, until - loop.time()))
+                done, _ = await asyncio.wait({answer}, timeout=wait)
+                if not done:
                     continue
+                reply = answer.result()
                 if isinstance(reply, Refused):
                     raise HandshakeError(_explain(reply, self))
                 return reply
