@@ -148,6 +148,7 @@ def local_messages() -> list[bytes]:
             local_blocks=BLOCKS,
             **common,
         ),
+        m.Hold(engine_id="nobody", epoch="e", num_tokens=8, remote_blocks=BLOCKS, **common),
         m.ReleaseTicket(engine_id="nobody", **common),
         m.Cancel(request_id="r"),
         m.Drained(),
