@@ -20,6 +20,7 @@ def run(*options: str) -> None:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_two_servers() -> None:
     run("--short")
