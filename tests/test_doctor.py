@@ -128,7 +128,7 @@ OTHER_UCX = "/opt/hpcx/lib/libucp.so.0"
             "nixl is installed 2 times: 1.5.1 in /venv",
         ),
         ({}, {"error": "NIXL cannot be loaded: x", "nixl": ""}, "nixl", E, "cannot be loaded"),
-        ({"nixl_config": "/root/.nixl.cfg"}, {}, "nixl", W, "/root/.nixl.cfg"),
+        ({"nixl_config": "/home/user/.nixl.cfg"}, {}, "nixl", W, "/home/user/.nixl.cfg"),
         ({}, {"error": "UCX does not start: x"}, "ucx", E, "does not start"),
         ({}, {"libraries": (UCX.libraries[0], OTHER_UCX)}, "ucx", E, OTHER_UCX),
         ({}, {"warnings": ("network device 'nix0' is not available",)}, "ucx", W, "nix0"),

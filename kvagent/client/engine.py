@@ -14,8 +14,8 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from kvagent.client.channel import Address, error_of, open_socket
 from kvagent.client.ticket import make_ticket, read_ticket
@@ -45,6 +45,8 @@ from kvagent.wire.messages import (
 )
 
 log = logging.getLogger("kvagent.client")
+
+T = TypeVar("T")
 
 MAX_UNSENT = 64 << 20
 """Bytes that may wait for a sidecar that does not read."""
@@ -225,30 +227,18 @@ class EngineClient:
         """
         self._draining = True
         self._send(Drain(timeout=timeout))
-        until = time.monotonic() + timeout + 10.0
-        with self._changed:
-            while self._drained is None:
-                self._check()
-                if not self._changed.wait(until - time.monotonic()):
-                    raise AgentError(f"the sidecar did not finish draining in {timeout:g} s")
-            return self._drained.left
+        return self._answer(lambda: self._drained, timeout).left
 
     def quiesce(self, timeout: float = 30.0) -> tuple[str, ...]:
         """Until `resume()` no transfer starts: fetches that have not begun wait (their deadline
         runs), and other engines' first claims are refused (`quiesced`). Returns when none is under
         way either, or after `timeout` seconds the requests that still are: empty means that
-        nothing reads or writes this engine's cache.
+        nothing is transferred. (Whose claim is refused may read for a moment, for nothing.)
         """
         with self._changed:
             self._quiesced = None
         self._send(Quiesce(timeout=timeout))
-        until = time.monotonic() + timeout + 10.0
-        with self._changed:
-            while self._quiesced is None:
-                self._check()
-                if not self._changed.wait(until - time.monotonic()):
-                    raise AgentError(f"the sidecar did not answer in {timeout:g} s")
-            return self._quiesced.left
+        return self._answer(lambda: self._quiesced, timeout).left
 
     def resume(self) -> None:
         """Ends `quiesce`; what waited starts."""
@@ -284,6 +274,16 @@ class EngineClient:
         if self._ready is None:
             raise AgentError("not ready yet: call wait_ready() first")
         return self._ready
+
+    def _answer(self, arrived: Callable[[], T | None], timeout: float) -> T:
+        """What the sidecar says at the latest after `timeout` seconds of its own."""
+        until = time.monotonic() + timeout + 10.0
+        with self._changed:
+            while (answer := arrived()) is None:
+                self._check()
+                if not self._changed.wait(until - time.monotonic()):
+                    raise AgentError(f"the sidecar did not answer in {timeout + 10:g} s")
+            return answer
 
     def _check(self) -> None:
         if self._failure is not None:
