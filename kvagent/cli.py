@@ -21,6 +21,26 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"kvagent {version('kvagent')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
 ConfigFile = Annotated[
     str | None, typer.Option("--config", help="TOML file with any setting; or KVAGENT_CONFIG.")
 ]
@@ -309,6 +329,7 @@ def demo(
     model: Annotated[str | None, typer.Option(help="Hugging Face directory or GGUF file.")] = None,
     prompts: Annotated[int, typer.Option(min=1, max=32, help="Sent at once.")] = 6,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 24,
+    device: Annotated[str, typer.Option(help="cpu or cuda, for models and caches.")] = "cpu",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON, as the last line.")
     ] = False,
@@ -322,6 +343,7 @@ def demo(
         model=model,
         prompts=prompts,
         max_tokens=max_tokens,
+        device=device,
     )
     raise typer.Exit(0 if show.run(as_json=as_json) else 1)
 

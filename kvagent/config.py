@@ -25,6 +25,7 @@ __all__ = ["Config", "Effective", "join_address", "load", "load_command", "split
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+KV_BUFFERS = ("device", "host")
 
 
 class Problem(NamedTuple):
@@ -71,9 +72,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     crash its producer inside UCX."""
     staging_bytes: int = 32 << 20
     """Buffer for reads whose runs are short: whole blocks are read into it and permuted from there.
-    Made when the first peer needs it; 0: none. States and GPU memory are always read directly."""
+    It lies where the cache does, on host or GPU. Made when the first peer needs it; 0: none. States
+    are always read directly."""
     staging_run_bytes: int = 4096
     """Runs that are at least this long on average are never staged."""
+    kv_buffer: str = "device"
+    """Of a cache on a GPU: `device`: the GPU's memory is read from and written into. `host`: by way
+    of a copy of the whole cache in host memory, for transports that cannot take GPU memory."""
+    nics: tuple[str, ...] = ()
+    """Of a cache on a GPU: what UCX_NET_DEVICES is set to, unless it is set (`mlx5_0:1`, `eth0`).
+    Empty: the RDMA ports next to that GPU, and every other interface. Not when embedded."""
     expected_transport: tuple[str, ...] = ()
     """What peers' bytes should come by: of `shared_memory`, `cuda_ipc`, `rdma` and `tcp`. The log
     warns of peers that are read by another one. Empty: no expectation."""
@@ -167,6 +175,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for name in ("staging_bytes", "staging_run_bytes"):
             if not 0 <= getattr(self, name) <= 1 << 40:
                 yield Problem((name,), f"{name} must be from 0 to 2**40")
+        if self.kv_buffer not in KV_BUFFERS:
+            yield Problem(("kv_buffer",), f"kv_buffer {self.kv_buffer!r}: device or host")
         if self.log_level not in LOG_LEVELS:
             yield Problem(
                 ("log_level",), f"log_level {self.log_level!r}: debug, info, warning or error"

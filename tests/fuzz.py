@@ -117,6 +117,7 @@ def peer_messages(hello: m.Hello, welcome: m.Welcome, ticket: dict[str, Any]) ->
         m.PartState(done=True),
         m.PartDone(engine_id=engine, tp_rank=1, pp_rank=0, part_id="fuzz-part"),
         m.AbortPart(part_id="fuzz-abort", fence=True),
+        m.CopyDown(leader=card.incarnation, blocks=BLOCKS, num_tokens=8),
         m.Drop(engine_id=engine),
         m.Ok(),
     ]
@@ -132,13 +133,20 @@ def local_messages() -> list[bytes]:
         m.Join(info=info),
         m.JoinAccepted(endpoint="127.0.0.1:1", version="1"),
         m.Allocate(specs={"l": SPEC}, num_blocks=8),
+        m.Allocate(specs={"l": SPEC}, num_blocks=8, gpu="uuid"),
         m.Allocated(nbytes=4096, views={}, pages="4 KiB"),
+        m.Allocated(
+            nbytes=4096, views={}, pages="gpu", memory=m.GpuMemory(gpu="uuid", handle=bytes(64))
+        ),
         m.Register(specs={"l": SPEC}, num_blocks=8, ranges=(m.SharedRange(nbytes=4096),), views={}),
         m.Registered(),
         m.Attach(),
         m.Waiting(reason="x"),
         m.Ready(engine_id="fuzz", host="h", port=1, tp_size=1, epoch="e", lease_seconds=30.0),
         m.Offer(request_id="r", transfer_id="t", token=bytes(16), blocks=BLOCKS, num_tokens=8),
+        m.Offer(
+            request_id="e", transfer_id="e", token=bytes(16), blocks=BLOCKS, num_tokens=8, event=7
+        ),
         m.Fetch(
             request_id="f",
             engine_id="nobody",

@@ -26,6 +26,7 @@ from kvagent import (
     WorkerClient,
     WorkerInfo,
 )
+from kvagent.cuda.calls import CudaCalls
 
 START_SECONDS = 90.0
 """Generous: two cores start many processes that import torch."""
@@ -115,6 +116,8 @@ class Engine:
         model: ModelInfo | None = None,
         spec: FullAttentionSpec | MLASpec | None = None,
         fill: Callable[[torch.Tensor], object] | None = None,
+        device: str = "cpu",
+        cuda: CudaCalls | None = None,
     ) -> None:
         self.engine_id = engine_id
         self.spec = spec or FullAttentionSpec(
@@ -131,7 +134,7 @@ class Engine:
         self.caches: list[dict[str, torch.Tensor]] = []
         leader = None
         for rank, sidecar in enumerate(sidecars):
-            worker = WorkerClient(sidecar.socket, timeout=START_SECONDS)
+            worker = WorkerClient(sidecar.socket, timeout=START_SECONDS, cuda=cuda)
             worker.join(
                 WorkerInfo(
                     engine_id=engine_id,
@@ -143,7 +146,7 @@ class Engine:
             )
             leader = leader or worker.endpoint
             caches = worker.allocate_kv_caches(
-                {f"layer.{i}": self.spec for i in range(layers)}, num_blocks=num_blocks
+                {f"layer.{i}": self.spec for i in range(layers)}, num_blocks, device
             )
             for tensor in caches.values():
                 if fill is not None:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from kvagent.agent.agent import Agent
 from kvagent.config import load
+from kvagent.cuda.calls import CudaCalls
 from kvagent.fabric.loopback import LoopbackFabric, LoopbackNetwork
 from kvagent.wire.messages import Peer
 
@@ -25,12 +26,18 @@ LONG = 20.0
 
 
 class LoopbackSidecar:
-    """One agent; every look at `socket` opens a new connection to it."""
+    """One agent; every look at `socket` opens a new connection to it. With `cuda`, a stand-in, the
+    connections are as those of another process."""
 
-    def __init__(self, stage: Stage, **settings: Any) -> None:
+    def __init__(self, stage: Stage, cuda: CudaCalls | None = None, **settings: Any) -> None:
         self.stage = stage
+        self.cuda = cuda
         self.agent = stage.call(
-            lambda: Agent(load(None, settings), lambda name, _: LoopbackFabric(stage.network, name))
+            lambda: Agent(
+                load(None, settings),
+                lambda name, _: LoopbackFabric(stage.network, name, vram=cuda is not None),
+                cuda,
+            )
         )
         stage.run(self.agent.start())
         self._closed = False
@@ -38,7 +45,7 @@ class LoopbackSidecar:
     @property
     def socket(self) -> socket.socket:
         ours, theirs = socket.socketpair()
-        self.stage.call(lambda: self.agent.local.adopt(theirs, in_process=True))
+        self.stage.call(lambda: self.agent.local.adopt(theirs, in_process=not self.cuda))
         return ours
 
     @property

@@ -6,6 +6,7 @@ The tables and the fabric have tests of their own; here is what happens between 
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -310,7 +311,10 @@ def test_dialling_oneself(engines: Engines) -> None:
 def test_nobody_there(engines: Engines, host: str) -> None:
     producer, consumer = engines("prefill"), engines("decode", handshake_timeout=0.5)
     ticket = changed(offer(producer, "r"), remote_host=host, remote_port=1)
-    assert failed(consumer, "r", ticket).split(":")[0] in ("peer_gone", "handshake")
+    cause = failed(consumer, "r", ticket)
+    assert cause.split(":")[0] in ("peer_gone", "handshake")
+    if cause.startswith("peer_gone:"):
+        assert cause.endswith(f"connecting to engine prefill at {host}:1, which never answered")
     consumer.client.release(changed(ticket, remote_host=host))
     good(producer, consumer, "next")
 
@@ -517,7 +521,8 @@ def test_a_read_that_fails(engines: Engines) -> None:
     producer, consumer = engines("prefill", 2), engines("decode")
     sidecar(producer, 1).fabric.faults.fail = {1}
     cause = failed(consumer, "r", offer(producer, "r"))
-    assert cause == "transport: read 1 was ordered to fail"
+    where = f"rank (tp 1, pp 0) of engine prefill at {producer.workers[1].endpoint}"
+    assert cause == f"transport: {where}: read 1 was ordered to fail"
     producer.sent("r", LONG)
     good(producer, consumer, "next")
     at_rest(producer, consumer)
@@ -529,8 +534,12 @@ def test_a_peer_that_dies(engines: Engines) -> None:
     hung(producer, consumer, "r")
     stage = sidecar(producer).stage
     stage.call(sidecar(producer).fabric.die)
-    assert end(consumer, "r").startswith("peer_gone:")
-    assert failed(consumer, "again", offer(producer, "again")).startswith("peer_gone:")
+    cause, again = end(consumer, "r"), failed(consumer, "again", offer(producer, "again"))
+    for each in (cause, again):  # ranks and addresses, not the fabric's names
+        where = f"rank (tp 0, pp 0) of engine prefill at {producer.workers[0].endpoint}"
+        assert each.startswith(f"peer_gone: {where} is gone; reading from engine prefill at")
+        assert "which answered" in each
+        assert "prefill/0.0" not in each
     good(other, consumer, "others")
 
 
@@ -545,7 +554,8 @@ def test_a_failure_waits_for_the_sibling(engines: Engines, slow: int) -> None:
     producer.sent("r", LONG)  # the producer is told at once
     quiet(consumer, 0.4)
     sidecar(producer, slow).resume()
-    assert end(consumer, "r") == "transport: read 2 was ordered to fail"
+    where = f"rank (tp {1 - slow}, pp 0) of engine prefill at {producer.workers[1 - slow].endpoint}"
+    assert end(consumer, "r") == f"transport: {where}: read 2 was ordered to fail"
     quiet(consumer)
     good(producer, consumer, "next")
     at_rest(producer, consumer)
@@ -554,11 +564,17 @@ def test_a_failure_waits_for_the_sibling(engines: Engines, slow: int) -> None:
 def test_a_hung_read_is_fenced_at_the_deadline(engines: Engines) -> None:
     producer, other = engines("prefill"), engines("other")
     consumer = engines("decode", 2, fetch_timeout=1.0, fence_seconds=0.5)
+    endpoint = re.escape(producer.workers[0].endpoint)
     good(producer, consumer, "first")
     began = time.monotonic()
     hung(producer, consumer, "r", local=[10, 11, 12])
     good(other, consumer, "meanwhile")
-    assert end(consumer, "r", [10, 11, 12]) == "timed_out: not done after 1 s"
+    cause = end(consumer, "r", [10, 11, 12])
+    assert re.fullmatch(
+        rf"timed_out: not done after 1 s; reading from engine prefill at {endpoint}, which "
+        r"answered [01]\.\d s ago; 0 of \d+ bytes came to rank 0; not done here: rank 0, 1",
+        cause,
+    ), cause
     assert time.monotonic() - began > 1.0
     for rank in range(2):
         assert sidecar(consumer, rank).agent.rank.fences == 1
@@ -798,7 +814,7 @@ def test_a_handshake_that_is_dropped_fails_who_waits_for_it(engines: Engines) ->
         assert reached()
         book = sidecar(consumer).agent.rank.peers
         sidecar(consumer).stage.run(book.drop("prefill"))
-        assert end(consumer, "r") == "peer_gone: engine prefill was dropped"
+        assert end(consumer, "r").startswith("peer_gone: engine prefill was dropped; connecting")
     good(producer, consumer, "next")
     at_rest(producer, consumer)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvagent.agent import copies as agent_copies
 from kvagent.agent import staging as agent_staging
 from kvagent.core import estimate
 from kvagent.core.staged import StagedPart
@@ -115,7 +116,7 @@ def test_no_memory_for_the_buffer(
     def none(nbytes: int) -> None:
         raise GeometryError("only 1 byte is available")
 
-    monkeypatch.setattr(agent_staging, "HostMemory", none)
+    monkeypatch.setattr(agent_copies, "HostMemory", none)
     producer, consumer = engines("prefill", NHD), engines("decode", HND)
     assert check(producer, consumer, "r", 0, TOKENS)["staged"] == 0
 

@@ -293,9 +293,9 @@ def test_no_target() -> None:
     assert chaos()[0] == 2
 
 
-def test_dry_run(sleeper: subprocess.Popen[bytes]) -> None:
-    """The same as is done then, and nothing is done; the sockets need not be there."""
-    options = ["--target", "a=/nobody.sock", "--target", f"b={sleeper.pid}", "--every", 1]
+def test_dry_run(supervised: Supervised, sleeper: subprocess.Popen[bytes]) -> None:
+    """The same as is done then, and nothing is done."""
+    options = ["--target", f"a={supervised.path}", "--target", f"b={sleeper.pid}", "--every", 1]
     code, out = chaos(*options, "--dry-run", "--minutes", 1, "--seed", 7)
     assert code == 0
     lines = out.splitlines()
@@ -306,6 +306,17 @@ def test_dry_run(sleeper: subprocess.Popen[bytes]) -> None:
     assert [f"{s['at']:8.3f} s  {s['action']}  {s['target']}" for s in report["strikes"]] == lines
     assert sleeper.poll() is None
     assert state(sleeper.pid) == "S"
+
+
+def test_a_dry_run_without_its_targets() -> None:
+    """The schedule, and then what would end the drill."""
+    nobody = ["--target", "a=/nobody.sock", "--every", 1, "--dry-run"]
+    for more in ([], ["--json"]):
+        command = [sys.executable, "-m", "kvagent", "chaos", *map(str, nobody), *more]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LONG)
+        assert done.returncode == 2
+        assert done.stderr == "kvagent: chaos: target a: nobody listens on /nobody.sock\n"
+        assert "SIGKILL" in done.stdout
 
 
 def test_a_whole_drill(supervised: Supervised, sleeper: subprocess.Popen[bytes]) -> None:

@@ -23,9 +23,11 @@ from kvagent.doctor.facts import (
     worst,
 )
 from kvagent.doctor.host import INITIAL_IPC, INITIAL_PID, INITIAL_USER
+from kvagent.doctor.keys import Ring
+from kvagent.doctor.knock import Knock, Reach
 from kvagent.doctor.peer import PeerRead, RankRead
 from kvagent.doctor.reading import Reading, carriers
-from kvagent.doctor.reads import check_peer, check_self_read
+from kvagent.doctor.reads import VERSION, check_peer, check_self_read
 from kvagent.doctor.selfread import SelfRead
 from kvagent.doctor.show import check_machine, print_findings
 from kvagent.doctor.ucx import parse_context
@@ -272,7 +274,7 @@ def test_self_reads_that_are_not_good(
 
 
 SHAPE = EngineShape(model=ModelInfo(name="m"), kinds=())
-PRESENCE = Presence(version="0.1.0", place=PLACE, engine_id="prefill", shape=SHAPE)
+PRESENCE = Presence(version=VERSION, place=PLACE, engine_id="prefill", shape=SHAPE)
 RANK = RankRead(rank="tp 0, pp 0", fabric="r0", address="10.0.0.7:7100", reading=READING)
 PEER = PeerRead(presence=PRESENCE, ranks=(RANK,))
 
@@ -281,10 +283,18 @@ def ask_peer(
     change: Callable[[PeerRead], PeerRead] = lambda peer: peer,
     transport: str = "cma/memory",
     *,
+    ring: Ring | None = None,
     this_host_only: bool = False,
 ) -> list[Finding]:
-    ways = {"r0": transport}
-    return [*check_peer("10.0.0.7:7100", change(PEER), ways, PLACE, this_host_only=this_host_only)]
+    findings = check_peer(
+        "10.0.0.7:7100",
+        change(PEER),
+        {"r0": transport},
+        PLACE,
+        ring=ring,
+        this_host_only=this_host_only,
+    )
+    return [*findings]
 
 
 def elsewhere(**changes: Any) -> Callable[[PeerRead], PeerRead]:
@@ -298,6 +308,9 @@ def test_a_peer_that_can_be_read() -> None:
     assert (met.severity, read.severity) == (Severity.OK, Severity.OK)
     assert "engine 'prefill', this host" in met.found
     assert "canary good, 64 MiB at 6.7 GB/s by cma/memory" in read.found
+    other = msgspec.structs.replace(PRESENCE, version="0.0.9")
+    met, _ = ask_peer(lambda peer: msgspec.structs.replace(peer, presence=other))
+    assert met.found.startswith(f"kvagent 0.0.9 ({VERSION} here), engine")
     met, read = ask_peer(elsewhere(boot_id="b2", uid=7), "rc_mlx5/mlx5_0:1")
     assert (met.severity, read.severity) == (Severity.OK, Severity.OK)
     assert "another host" in met.found
@@ -328,7 +341,7 @@ def test_a_peer_that_a_sidecar_on_loopback_cannot_read() -> None:
 @pytest.mark.parametrize(
     ("peer", "severity", "words"),
     [
-        (PeerRead(error="10.0.0.7:7100 did not answer"), E, "did not answer"),
+        (PeerRead(error="no answer within 120 s"), E, "no answer within 120 s"),
         (PeerRead(presence=PRESENCE, error="refused"), E, "refused"),
         (
             PeerRead(
@@ -350,6 +363,61 @@ def test_peers_that_cannot_be_read(peer: PeerRead, severity: Severity, words: st
     (finding,) = bad(ask_peer(lambda _: peer))
     assert finding.severity is severity
     assert words in finding.found
+
+
+RING = Ring(folder="/k", own="0a0a0a0a", allowed=("1b1b1b1b", "2c2c2c2c"))
+OPEN = Knock(Reach.OPEN, "it listens, and uses no keys")
+LOCKED = Knock(Reach.LOCKED, "it listens, and wants keys")
+
+
+@pytest.mark.parametrize(
+    ("reach", "words"),
+    [
+        (Reach.NO_NAME, "DNS"),
+        (Reach.REFUSED, "is the sidecar of its rank 0 running"),
+        (Reach.SILENT, "a firewall between drops it"),
+        (Reach.NO_WAY, "routes"),
+        (Reach.MUTE, "is its process stopped"),
+        (Reach.STRANGER, "is that its --http port"),
+    ],
+)
+def test_what_is_said_of_a_door_that_is_no_peers(reach: Reach, words: str) -> None:
+    (finding,) = ask_peer(lambda _: PeerRead(knock=Knock(reach, "seen")), ring=RING)
+    assert (finding.severity, finding.found) == (E, "seen")
+    assert words in finding.todo
+    assert "key" not in finding.todo
+
+
+@pytest.mark.parametrize(
+    ("peer", "ring", "found", "todo"),
+    [
+        (PeerRead(knock=LOCKED), None, "wants keys; none are given here", "--keys DIR"),
+        (PeerRead(knock=OPEN), RING, "uses no keys; ours are in /k", "start it with --keys"),
+        (PeerRead(knock=LOCKED, error="no answer"), RING, "own key 0a0a0a0a", "/k/allowed"),
+        (PeerRead(knock=LOCKED, error="no answer"), RING, "1b1b1b1b, 2c2c2c2c", "*-0a0a0a0a.key"),
+        (
+            PeerRead(knock=LOCKED, error="keys: no pair"),
+            Ring(folder="/k", error="keys: no pair"),
+            "keys: no pair",
+            "see the check keys",
+        ),
+        (PeerRead(knock=OPEN, error="no answer"), None, "no answer", "look at its log"),
+        (
+            PeerRead(knock=OPEN, error="protocol: peer protocol 2 meets 3", refused=True),
+            None,
+            "peer protocol 2 meets 3",
+            "the same kvagent on both sides",
+        ),
+    ],
+)
+def test_a_peer_that_does_not_talk_with_us(
+    peer: PeerRead, ring: Ring | None, found: str, todo: str
+) -> None:
+    (finding,) = ask_peer(lambda _: peer, ring=ring)
+    assert finding.severity is E
+    assert found in finding.found
+    assert todo in finding.todo
+    assert "firewall" not in finding.todo
 
 
 def test_a_rank_that_cannot_be_read_is_named() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -17,13 +17,10 @@ from kvagent.config import Config
 from kvagent.doctor import children, doors, memory
 from kvagent.doctor.collect import read_machine
 from kvagent.doctor.doors import Door, look_at_doors
-from kvagent.doctor.facts import Finding, HugePages, Severity
-from kvagent.doctor.keys import check_keys, look_at_keys
-from kvagent.doctor.who import ask
+from kvagent.doctor.facts import HugePages
 from kvagent.memory.host import HostMemory
-from kvagent.wire.messages import Presence
-from tests.harness import Engine
 from tests.loopback import LONG, Stage
+from tests.test_agent_loopback import stage as stage
 
 Run = Callable[..., children.Outcome[int]]
 
@@ -142,37 +139,6 @@ def test_an_advertised_address_where_something_else_listens(
     assert door.dial_error == "Connection refused"
 
 
-# ---------------------------------------------------------------- who is there
-
-
-@pytest.fixture
-def stage() -> Iterator[Stage]:
-    stage = Stage()
-    yield stage
-    stage.close()
-
-
-def test_a_sidecar_says_who_it_is(stage: Stage) -> None:
-    leader, follower = stage.sidecars(2)
-    ports = [sidecar.agent.rank.port for sidecar in (leader, follower)]
-    empty = asyncio.run(ask("127.0.0.1", ports[0], LONG))
-    assert isinstance(empty, Presence)
-    assert (empty.engine_id, empty.shape) == ("", None)
-    assert empty.not_ready == "rank 0 has no cache registered yet"
-    engine = Engine([leader, follower], "prefill")  # type: ignore[list-item]
-    try:
-        first, second = (asyncio.run(ask("127.0.0.1", port, LONG)) for port in ports)
-        assert isinstance(first, Presence)
-        assert isinstance(second, Presence)
-        assert (first.engine_id, first.rank, first.not_ready) == ("prefill", 0, "")
-        assert first.shape == leader.agent.leader.team.shape()
-        assert first.place.uid == os.geteuid()
-        assert (second.engine_id, second.rank) == ("prefill", 1)
-        assert (second.shape, second.not_ready) == (None, "rank 0 is elsewhere")
-    finally:
-        engine.close()
-
-
 def test_doors_that_a_sidecar_holds(stage: Stage) -> None:
     (sidecar,) = stage.sidecars(1)
     address = f"127.0.0.1:{sidecar.agent.rank.port}"
@@ -180,13 +146,6 @@ def test_doors_that_a_sidecar_holds(stage: Stage) -> None:
     assert door.taken == "Address already in use"
     assert door.sidecar.startswith("kvagent ")
     assert (door.dialled, door.dial_error) == (address, "")
-
-
-def test_nobody_is_there() -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
-        answer = asyncio.run(ask("127.0.0.1", silent.getsockname()[1], 0.2))
-    assert isinstance(answer, str)
-    assert "did not answer Who" in answer
 
 
 # ---------------------------------------------------------------- memory
@@ -227,33 +186,6 @@ def test_a_sample_on_a_gpu() -> None:
     assert (sample.range.kind, sample.range.device) == ("vram", 0)
     sample.fill()
     assert sample.is_filled()
-
-
-# ---------------------------------------------------------------- keys
-
-
-def keys(folder: Path) -> list[Finding]:
-    return [*check_keys(str(folder), look_at_keys(folder), os.geteuid())]
-
-
-def test_keys(tmp_path: Path) -> None:
-    folder = tmp_path / "keys"
-    (missing,) = keys(folder)
-    assert missing.severity is Severity.ERROR
-    folder.mkdir(mode=0o700)
-    secret, public = folder / "server.key_secret", folder / "server.key"
-    for file, mode in ((secret, 0o600), (public, 0o644)):
-        file.touch()
-        file.chmod(mode)
-    (good,) = keys(folder)
-    assert good.severity is Severity.OK
-    secret.chmod(0o640)
-    (leaked,) = keys(folder)
-    assert (leaked.severity, leaked.todo) == (Severity.ERROR, f"chmod 600 {secret}")
-    secret.chmod(0o600)
-    public.chmod(0o666)
-    (loose,) = keys(folder)
-    assert "can be changed by others (mode 666)" in loose.found
 
 
 # ---------------------------------------------------------------- processes that go wrong

@@ -81,6 +81,21 @@ def test_not_ready_when_every_peer_fails(engines: Engines) -> None:
     assert ready(one) == ""
 
 
+def test_not_ready_when_the_only_peer_hangs(engines: Engines) -> None:
+    """Its reads time out one after the other."""
+    producer = engines("prefill")
+    consumer = engines("decode", http=HTTP, fetch_timeout=0.3, fence_seconds=0.2)
+    good(producer, consumer, "good")
+    sidecar(producer).hang()
+    for number in range(IN_A_ROW):
+        request = f"r{number}"
+        assert failed(consumer, request, offer(producer, request)).startswith("timed_out:")
+    assert "fetches from every peer failed: prefill (timed_out)" in ready(sidecar(consumer))
+    sidecar(producer).resume()
+    good(producer, consumer, "again")
+    assert ready(sidecar(consumer)) == ""
+
+
 class TestPeerHealth:
     def ends(self, health: PeerHealth, peer: str, *causes: str, now: float = 0.0) -> None:
         for cause in causes:

@@ -25,7 +25,7 @@ from kvagent.visible.logs import (
 from tests.faults import SMALL, Watched, engine, offer
 from tests.harness import Engine, random_fill
 from tests.test_agent_loopback import engines as engines
-from tests.test_agent_loopback import failed
+from tests.test_agent_loopback import failed, good, wait_for
 from tests.test_agent_loopback import offer as small_offer
 from tests.test_agent_loopback import stage as stage
 
@@ -118,6 +118,17 @@ def test_the_filter_is_bounded() -> None:
 def test_event_words(caplog: pytest.LogCaptureFixture) -> None:
     event(log, logging.WARNING, "what", a=1, b="two words", c="", d='"', e="k=v")
     assert caplog.messages == ['what: a=1 b="two words" c="" d="\\"" e="k=v"']
+
+
+def test_an_orderly_close_is_no_trouble(engines: Engines, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="kvagent")
+    producer, consumer = engines("prefill", 2), engines("decode", 2)
+    good(producer, consumer, "first")
+    for made in (consumer, producer):
+        made.close()
+    closed = "the engine's worker is gone; its cache stays"
+    wait_for(lambda: caplog.messages.count(closed) == 4, "all workers have gone")
+    assert not [line for line in caplog.records if line.levelno > logging.INFO]
 
 
 def test_a_sidecar_that_logs_json(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvagent.agent.causes import CAUSES
 from kvagent.visible import figures, metrics
 from kvagent.visible.events import FetchEnd
 from tests.harness import Engine
@@ -154,7 +155,11 @@ def test_causes_are_from_a_fixed_set() -> None:
     """A peer's verdict can be any word, and becomes the beginning of a cause."""
     words = {f"word-{i}": 1 for i in range(1000)}
     found = numbers(fetches_ended={"ok": 5, "expired": 2, **words})
-    assert {name: value for name, value in found.items() if "fetches_ended_total" in name} == {
+    ended = {name: value for name, value in found.items() if "fetches_ended_total" in name}
+    assert ended.keys() == {
+        f'kvagent_fetches_ended_total{{cause="{cause}"}}' for cause in {"ok", *CAUSES}
+    }
+    assert {name: value for name, value in ended.items() if value} == {
         'kvagent_fetches_ended_total{cause="ok"}': 5,
         'kvagent_fetches_ended_total{cause="expired"}': 2,
         'kvagent_fetches_ended_total{cause="protocol"}': 1000,
@@ -212,22 +217,30 @@ def test_the_dashboard_asks_for_what_there_is(engines: Engines) -> None:
             for sample in family.samples:
                 labels.setdefault(sample.name, set()).update(sample.labels)
     labels["kvagent_peer_bytes_per_second"] = {"peer", "transport"}  # not over the loopback
+    labels["up"] = set()  # Prometheus' own
+    for name in labels:
+        labels[name].add("instance")  # Prometheus adds it
     dashboard = json.loads(DASHBOARD.read_text())
-    targets = [
-        target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])
+    targets = [target for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    variables = [
+        v["query"]["query"] for v in dashboard["templating"]["list"] if v["type"] == "query"
     ]
-    variables = [v["query"] for v in dashboard["templating"]["list"] if v["type"] == "query"]
     assert len(targets) > 30
     asked = set()
-    for query in targets + variables:
-        names = re.findall(r"\b(?:kvagent|process)_\w+", query)
-        assert names, query
-        asked |= set(names)
-        for name in names:
+    for query, legend in [(t["expr"], t["legendFormat"]) for t in targets] + [
+        (variable, "") for variable in variables
+    ]:
+        selectors = re.findall(r"\b((?:kvagent|process)_\w+|up)\b(?:\{([^}]*)\})?", query)
+        assert selectors, query
+        known = set()
+        for name, matchers in selectors:
             assert name in labels, query
-            wanted = set(re.findall(r'(\w+)(?:=~|!=|=)"', query))
-            wanted |= {x for by in re.findall(r"by \(([^)]*)\)", query) for x in by.split(", ")}
-            assert wanted - {"instance"} <= labels[name], query
+            assert set(re.findall(r'(\w+)(?:=~|!=|=)"', matchers)) <= labels[name], query
+            known |= labels[name]
+            asked.add(name)
+        groups = re.findall(r"\b(?:by|on|group_left) \(([^)]*)\)", query)
+        assert {label for group in groups for label in group.split(", ")} <= known, query
+        assert set(re.findall(r"\{\{(\w+)\}\}", legend)) <= known, query
     ours = {name for name in labels if name.startswith("kvagent")}
     declared = {figure.name for figure in figures.FIGURES} | {t.name for t in metrics.TIMINGS}
     missing = [name for name in declared if not any(each.startswith(name) for each in asked)]
@@ -239,6 +252,9 @@ def test_the_dashboards_structure() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
+    variables = [variable["name"] for variable in dashboard["templating"]["list"]]
+    assert variables == ["datasource", "engine", "rank", "instance"]
+    assert dashboard["uid"] == "kvagent"
     taken: set[tuple[int, int]] = set()
     for panel in panels:
         place = panel["gridPos"]
@@ -256,6 +272,11 @@ def test_the_dashboards_structure() -> None:
             for target in panel["targets"]:
                 assert target["expr"].count("(") == target["expr"].count(")")
                 assert 'instance=~"$instance"' in target["expr"]
+                windows = set(re.findall(r"\[(.*?)\]", target["expr"]))
+                assert windows <= {"$__rate_interval"} or "5 min" in panel["title"]
+                assert target["legendFormat"] or target["format"] == "table"
+            assert panel["description"].endswith(".")
+            assert panel["fieldConfig"]["defaults"]["unit"]
 
 
 def test_the_readme_has_the_metrics() -> None:

@@ -118,7 +118,7 @@ def test_live(tmp_path: Path) -> None:
     assert EVIL in shown.text
     for words in (
         "decode",
-        "leader · rank 0 of 1",
+        "leader · rank 0, the only one",
         "ready",
         "under way",
         "reading",

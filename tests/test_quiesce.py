@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
+from kvagent.visible.health import IN_A_ROW
 from kvagent.visible.status import why_not_ready
 from kvagent.wire.messages import Hello
 from tests.harness import Engine
@@ -44,11 +46,15 @@ def test_fetches_wait_until_it_resumes(engines: Engines) -> None:
     consumer.client.fetch("cancelled", offer(producer, "cancelled"), [10, 11, 12])
     consumer.client.cancel("cancelled")
     assert end(consumer, "cancelled", [10, 11, 12]).startswith("cancelled:")
+    began = time.monotonic()
     quiet(consumer)
     assert sidecar(consumer).agent.leader.ledger.counts()["reserved"] == len(LOCAL)
+    waited = time.monotonic() - began
     consumer.client.resume()
     assert consumer.received("r", LONG) is None
     assert same(producer, consumer)
+    stats = consumer.seen[-1].kv_connector_stats["fetches"]["r"]
+    assert waited <= stats["wait"] <= stats["seconds"], "the leader's wait is in it"
     producer.sent("r", LONG)
     at_rest(producer, consumer)
 
@@ -99,8 +105,14 @@ def test_a_producer_refuses_first_claims_meanwhile(engines: Engines) -> None:
 def test_the_deadline_goes_on(engines: Engines) -> None:
     producer, consumer = engines("prefill"), engines("decode", fetch_timeout=0.3)
     assert consumer.client.quiesce(LONG) == ()
-    assert failed(consumer, "r", offer(producer, "r")).startswith("timed_out:")
+    for number in range(IN_A_ROW):
+        request = f"r{number}"
+        assert failed(consumer, request, offer(producer, request)) == (
+            "timed_out: not done after 0.3 s; this engine is quiesced, and starts nothing until "
+            "resume()"
+        )
     consumer.client.resume()
+    wait_for(lambda: not why_not_ready(sidecar(consumer).agent), "the peer was never asked")
     good(producer, consumer, "next")
 
 

@@ -141,12 +141,16 @@ def test_with_arguments_only_the_tests_are_run(project: Project) -> None:
 
 
 def test_ci_runs_everything_and_any_failure_counts(project: Project) -> None:
-    demos = ["demo --json", "demo --json --prefill-tp 1 --decode-tp 3"]
+    shows = [
+        "demo --json",
+        "demo --json --prefill-tp 1 --decode-tp 3",
+        f"-m kvagent.two_nodes {project.root}/docker/compose.yml --json",
+    ]
     calls, status, _ = project.run(".ci/run")
     assert status == 0
-    assert calls[-2:] == demos
+    assert calls[-3:] == shows
     assert any("pytest" in call for call in calls)
-    for part in ("pytest", "--json", "--decode-tp 3"):
+    for part in ("pytest", "--json", "--decode-tp 3", "two_nodes"):
         calls, status, _ = project.run(".ci/run", FAKE_FAIL=part)
         assert status == 1
-        assert calls[-2:] == demos
+        assert calls[-3:] == shows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.metadata import version
 
 import pytest
 from typer.testing import CliRunner
@@ -44,12 +45,18 @@ def test_status(engines: Engines) -> None:
     lines = text.splitlines()
     assert len(lines) == 4
     for line, words in zip(
-        lines[1:], (("prefill", "0 of 1"), ("decode", "0 of 2"), ("decode", "1 of 2")), strict=True
+        lines[1:],
+        (("prefill", "0, alone"), ("decode", "0, leads 2"), ("decode", "1, follower")),
+        strict=True,
     ):
         assert all(word in line for word in (*words, "ready"))
     consumer.client.quiesce(LONG)
     code, text = run("status", *places)
     assert (code, "quiesced" in text) == (1, True)
+
+
+def test_version() -> None:
+    assert run("--version") == (0, f"kvagent {version('kvagent')}\n")
 
 
 def test_status_json(engines: Engines) -> None:

@@ -5,6 +5,7 @@ The connector itself is tested with real servers, in test_vllm_e2e.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import kvagent.vllm
 from kvagent import (
     EmbeddedAgent,
     EngineClient,
@@ -79,6 +81,16 @@ def test_options_that_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=word):
         options(extra, **parallel)
+
+
+# ---------------------------------------------------------------- releases
+
+
+@pytest.mark.parametrize("release", ["0.31.2", "0.34.0", "1.0.0rc1"])
+def test_other_releases_of_vllm_are_refused(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=release))
+    with pytest.raises(ConfigError, match=rf"this is vLLM {release}; .* 0\.32 and 0\.33"):
+        _ = kvagent.vllm.KVAgentConnector
 
 
 # ---------------------------------------------------------------- a sidecar that dies

@@ -8,6 +8,7 @@ count when others had the core. The writing is not timed.
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from typing import Any
@@ -65,8 +66,39 @@ class _Timed:
         self._clock = self._cpu = 0
 
 
-class TimedNixlConnector(_Timed, NixlConnector):
+class TimedStockNixlConnector(_Timed, NixlConnector):
     """vLLM's own."""
+
+
+class TimedNixlConnector(TimedStockNixlConnector):
+    """vLLM's own, with two things mended that cost it most of a core on a machine with few.
+
+    Its worker moves the main thread, which computes, to the last core of the machine, whatever
+    VLLM_CPU_OMP_THREADS_BIND says: here two servers would share one core. And NIXL's progress
+    thread spins, on a lock that the main thread needs as well, which then waits for seconds now
+    and then; there is a field for how long it sleeps, which NIXL's Python interface zeroes.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        cores = os.sched_getaffinity(0)
+        others = set(range(os.cpu_count() or 1)) - cores
+        threads = set(os.listdir("/proc/self/task"))
+        bindings = importlib.import_module("nixl._api").nixlBind
+        original = bindings.nixlAgentConfig
+
+        class Sleeping(original):  # type: ignore[misc]
+            def __setattr__(self, name: str, value: Any) -> None:
+                super().__setattr__(name, 1000 if name == "pthrDelay" else value)
+
+        bindings.nixlAgentConfig = Sleeping
+        try:
+            super().__init__(vllm_config, role, kv_cache_config)
+        finally:
+            bindings.nixlAgentConfig = original
+            if role == KVConnectorRole.WORKER:
+                os.sched_setaffinity(0, cores)
+                for thread in set(os.listdir("/proc/self/task")) - threads:
+                    os.sched_setaffinity(int(thread), others or cores)
 
 
 class TimedKVAgentConnector(_Timed, KVAgentConnector):

@@ -13,13 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-
-from tests.harness import Sidecar
 
 ROOT = Path(__file__).parent.parent
 START_SECONDS = 400.0
@@ -29,6 +27,31 @@ REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 """What a router sends to a prefill server."""
 
 Prompt = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The tokens of an answer, and what the server knew of each step's two likeliest."""
+
+    tokens: tuple[str, ...]
+    top: tuple[dict[str, float], ...] = ()
+    """Log probability by token."""
+    error: str = ""
+
+    def __bool__(self) -> bool:
+        return not self.error
+
+    def agrees(self, other: Answer, margin: float = 0.0) -> bool:
+        """Whether the tokens are equal. With a margin, as far as the first step at which the two
+        likeliest tokens were that close and the answers chose one of them each: greedy decoding
+        goes by rounding there, and what follows are two answers."""
+        if self.error or other.error or len(self.tokens) != len(other.tokens):
+            return False
+        for mine, theirs, top in zip(self.tokens, other.tokens, self.top, strict=True):
+            if mine != theirs:
+                near = {token for token, value in top.items() if top[mine] - value <= margin}
+                return margin > 0 and theirs in near
+        return True
 
 
 def environment() -> Path | None:
@@ -68,6 +91,10 @@ class Process:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def running(self) -> bool:
         return self._process.poll() is None
 
@@ -102,26 +129,37 @@ class Http:
         except httpx.TransportError:
             return False
 
-    def complete(self, prompt: Prompt, max_tokens: int, **fields: Any) -> dict[str, Any]:
+    def complete(
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        headers: Mapping[str, str] | None = None,
+        **fields: Any,
+    ) -> dict[str, Any]:
         """The whole answer, whatever its status; a greedy one."""
-        body = {
-            "model": "model",
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            **fields,
-        }
-        answer = self.client.post("/v1/completions", json=body)
+        body = _body(prompt, max_tokens, fields)
+        answer = self.client.post("/v1/completions", json=body, headers=headers)
         return {"status": answer.status_code, **answer.json()}
 
-    def text(self, prompt: Prompt, max_tokens: int, **fields: Any) -> str:
-        answer = self.complete(prompt, max_tokens, **fields)
+    def leave(self, prompt: Prompt, until: Callable[[], Any], **fields: Any) -> None:
+        """Asks, and closes the connection when `until` is true, before there is an answer."""
+        body = json.dumps(_body(prompt, 1, fields)).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", self.port)) as connection:
+            connection.sendall(head.encode() + body)
+            wait_for("the moment to leave", until)
+
+    def answer(self, prompt: Prompt, max_tokens: int, **fields: Any) -> Answer:
+        likeliest = {"logprobs": 2, "return_tokens_as_token_ids": True}
+        answer = self.complete(prompt, max_tokens, **likeliest, **fields)
         if answer["status"] != 200:
-            return f"<status {answer['status']}>"
+            return Answer((), error=f"status {answer['status']}")
         choice = answer["choices"][0]
-        finished = choice["finish_reason"] == "length"
-        return str(choice["text"]) if finished else f"<{choice['finish_reason']}>"
+        if choice["finish_reason"] != "length":
+            return Answer((), error=str(choice["finish_reason"]))
+        logprobs = choice["logprobs"]
+        return Answer(tuple(logprobs["tokens"]), tuple(logprobs["top_logprobs"]))
 
     def ticket(self, prompt: Prompt) -> dict[str, Any]:
         """What a router gets of a prefill server."""
@@ -130,14 +168,7 @@ class Http:
 
     def token_times(self, prompt: Prompt, max_tokens: int) -> Iterator[float]:
         """When each token of a stream came, in seconds."""
-        body = {
-            "model": "model",
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
+        body = _body(prompt, max_tokens, {"stream": True})
         with self.client.stream("POST", "/v1/completions", json=body) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
@@ -152,6 +183,17 @@ class Http:
             ):
                 total += float(line.rsplit(" ", 1)[1])
         return total
+
+
+def _body(prompt: Prompt, max_tokens: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "model": "model",
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        **fields,
+    }
 
 
 class Server(Http):
@@ -221,132 +263,25 @@ class Proxy(Http):
         self.process.close()
 
 
+class VllmRouter(Http):
+    """`vllm-router`, in its mode for disaggregated prefill."""
+
+    def __init__(self, folder: Path, prefill: Http, decode: Http) -> None:
+        super().__init__(free_port())
+        home = environment()
+        assert home is not None
+        command = [str(home / "router" / "bin" / "vllm-router"), "--vllm-pd-disaggregation"]
+        command += ["--prefill", prefill.url, "--decode", decode.url, "--policy", "round_robin"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--prometheus-port", str(free_port())]
+        self.process = Process(folder / "vllm-router.log", command, {})
+        wait_for("the router's start", self.healthy)
+
+    def close(self) -> None:
+        self.process.close()
+
+
 def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """The results of calls that run at the same time."""
     with ThreadPoolExecutor(max_workers=len(calls)) as pool:
         return [future.result() for future in [pool.submit(call) for call in calls]]
-
-
-@dataclass
-class Pair:
-    """A prefill server on core 0, a decode server on core 1, and the proxy before them."""
-
-    folder: Path
-    connector: str
-    prefill_options: Sequence[str] = ()
-    decode_options: Sequence[str] = ()
-    prefill: Server = field(init=False)
-    decode: Server = field(init=False)
-    proxy: Proxy = field(init=False)
-
-    def start(self) -> None:
-        self.prefill = self._server("prefill", "kv_producer", "0")
-        self.decode = self._server("decode", "kv_consumer", "1")
-        self.prefill.wait()
-        self.decode.wait()
-        self.proxy = Proxy(self.folder, self.prefill, self.decode)
-
-    def transfer_config(self, name: str, role: str) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def step_log(self, name: str) -> Path:
-        """Where the timed connector of a server notes its steps; see tests/vllm_probe.py."""
-        return self.folder / f"{name}-steps"
-
-    def close(self) -> None:
-        for name in ("proxy", "prefill", "decode"):
-            if hasattr(self, name):
-                getattr(self, name).close()
-
-    def _server(self, name: str, role: str, core: str) -> Server:
-        env = {"KVAGENT_STEP_LOG": str(self.step_log(name))}
-        config = {
-            "kv_role": role,
-            "kv_load_failure_policy": "recompute",
-            "kv_connector": self.connector,
-            "kv_connector_module_path": "tests.vllm_probe",
-            **self.transfer_config(name, role),
-        }
-        options = self.prefill_options if name == "prefill" else self.decode_options
-        return Server(self.folder, name, core, config, options, env)
-
-
-class KVAgentPair(Pair):
-    """With sidecars, whose settings may change while the servers run."""
-
-    def __init__(
-        self,
-        folder: Path,
-        prefill_options: Sequence[str] = (),
-        decode_options: Sequence[str] = (),
-        lease_seconds: float = 30.0,
-    ) -> None:
-        super().__init__(folder, "TimedKVAgentConnector", prefill_options, decode_options)
-        self.sidecars: dict[str, Sidecar] = {}
-        self.status: dict[str, Http] = {}
-        self._embedded = False
-        self.start_sidecar("prefill", lease_seconds=lease_seconds)
-        self.start_sidecar("decode")
-
-    def start_sidecar(self, name: str, **settings: Any) -> None:
-        """Kills the one that runs, and starts another with other settings at its socket."""
-        if name in self.sidecars:
-            self.sidecars.pop(name).kill()
-        port = self.status[name].port if name in self.status else free_port()
-        file = self.folder / f"{name}.toml"
-        file.write_text(
-            "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
-        )
-        self.sidecars[name] = Sidecar(
-            self.folder, name, "--config", str(file), "--http", f"127.0.0.1:{port}"
-        )
-        self.status[name] = Http(port)
-
-    def wait_ready(self, name: str) -> None:
-        """Until the sidecar has its engine again."""
-
-        def ready() -> bool:
-            try:
-                return self.status[name].client.get("/readyz").status_code == 200
-            except httpx.TransportError:
-                return False
-
-        wait_for(f"{name}'s sidecar", ready)
-
-    def embed_prefill(self) -> None:
-        """Restarts the prefill server with the agent in its worker, and no sidecar."""
-        self.prefill.close()
-        self.sidecars.pop("prefill").close()
-        self._embedded = True
-        self.prefill = self._server("prefill", "kv_producer", "0").wait()
-
-    def transfer_config(self, name: str, role: str) -> dict[str, Any]:
-        if name == "prefill" and self._embedded:
-            return {"kv_connector_extra_config": {"embedded": True}}
-        return {"kv_connector_extra_config": {"socket": str(self.folder / f"{name}.sock")}}
-
-    def close(self) -> None:
-        super().close()
-        for sidecar in self.sidecars.values():
-            sidecar.close()
-
-
-class NixlPair(Pair):
-    def __init__(
-        self,
-        folder: Path,
-        prefill_options: Sequence[str] = (),
-        decode_options: Sequence[str] = (),
-        lease_seconds: int = 30,
-    ) -> None:
-        super().__init__(folder, "TimedNixlConnector", prefill_options, decode_options)
-        self._lease_seconds = lease_seconds
-
-    def transfer_config(self, name: str, role: str) -> dict[str, Any]:
-        return {"kv_connector_extra_config": {"kv_lease_duration": self._lease_seconds}}
-
-    def change_lease(self, lease_seconds: int) -> None:
-        """Restarts both servers: each takes it from its own configuration."""
-        self.close()
-        self._lease_seconds = lease_seconds
-        self.start()

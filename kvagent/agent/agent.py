@@ -12,7 +12,10 @@ import os
 import socket
 import time
 from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
+
+import msgspec
 
 from kvagent.agent import http
 from kvagent.agent.follower import Follower, orphan_seconds
@@ -23,6 +26,10 @@ from kvagent.config import Config, split_address
 from kvagent.core.compare import differences
 from kvagent.core.layout import MemoryRange, allocate
 from kvagent.core.lease import LeaseState
+from kvagent.cuda.calls import CudaCalls
+from kvagent.cuda.handover import Handover
+from kvagent.cuda.memory import CudaMemory
+from kvagent.cuda.torch_cuda import TorchCuda
 from kvagent.errors import AgentError, GeometryError, KVAgentError, ProtocolError
 from kvagent.fabric.place import read_place
 from kvagent.memory.host import HostMemory, MappedMemory
@@ -37,11 +44,13 @@ from kvagent.wire.messages import (
     Cancel,
     Claim,
     Complete,
+    CopyDown,
     Drain,
     Drained,
     Drop,
     DropPeer,
     Fetch,
+    GpuMemory,
     Hello,
     Hold,
     Join,
@@ -65,6 +74,7 @@ from kvagent.wire.messages import (
     ReleaseTicket,
     Renew,
     Resume,
+    SharedRange,
     Waiting,
     Who,
 )
@@ -80,11 +90,24 @@ VERSION = version("kvagent")
 class Agent:
     """`await start()`, then `await stop()`; both on the same loop."""
 
-    def __init__(self, config: Config, make_fabric: FabricFactory) -> None:
+    def __init__(
+        self,
+        config: Config,
+        make_fabric: FabricFactory,
+        cuda: CudaCalls | None = None,
+        *,
+        alone: bool = False,
+    ) -> None:
+        """`cuda` is the real one unless it is given. `alone`: the process is the agent's own."""
         self.config = config
+        self.handover = Handover()
+        """To and from the threads of this process that are connected."""
         self.control = Control(config.chaos, config.keys)
         self.watch = Watch()
-        self.rank = Rank(config, self.control, make_fabric, self._identity_changed)
+        self.cuda = cuda or TorchCuda()
+        self.rank = Rank(
+            config, self.control, make_fabric, self._identity_changed, self.cuda, alone
+        )
         self.leader = Leader(config, self.control, self.rank, self.watch)
         self.leader.team.changed = self._team_changed
         self.follower: Follower | None = None
@@ -208,6 +231,7 @@ class Agent:
                 orphan_seconds=(
                     orphan_seconds(self.config.fence_seconds) if me.world_size > 1 else 0.0
                 ),
+                deferred=me.mirrored,
             )
         )
 
@@ -241,7 +265,7 @@ class Agent:
             case _ if connection is not self._scheduler:  # the rest is a scheduler's
                 raise ProtocolError(f"{type(message).__name__} before Attach")
             case Offer():
-                self.leader.offer(message)
+                self._offer(connection, message)
             case Fetch():
                 self.leader.fetch(message)
             case Ack(seq=seq):
@@ -263,6 +287,12 @@ class Agent:
                 self._spawn(self._drain_for(connection, timeout))
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not for a sidecar")
+
+    def _offer(self, connection: Connection, message: Offer) -> None:
+        if message.event and not connection.in_process:
+            raise ProtocolError("an event of another process")
+        event = self.handover.take(message.event) if message.event else None
+        self.leader.offer(message, event)
 
     def _attach(self, connection: Connection) -> None:
         if self._scheduler is not None:
@@ -335,18 +365,41 @@ class Agent:
             self._hand_back(connection, self.rank.cache, message)
             return
         nbytes, views = allocate(message.specs, info, message.num_blocks)
-        loop = asyncio.get_running_loop()
-        memory = await loop.run_in_executor(None, HostMemory, nbytes)
-        ranges = (MemoryRange(memory.address, memory.nbytes, "dram", 0),)
+        memory = await self._make_memory(message.gpu, nbytes)
+        memory_range = MemoryRange(memory.address, memory.nbytes)
+        if isinstance(memory, CudaMemory):
+            memory_range = MemoryRange(memory.address, nbytes, "vram", memory.gpu.index)
+        cache = OwnedCache(memory, views, message.num_blocks)
         try:
-            await self.rank.adopt(message.specs, views, ranges, message.num_blocks, [memory])
-            self.rank.cache = OwnedCache(memory, views, message.num_blocks)
+            await self.rank.adopt(
+                message.specs, views, (memory_range,), message.num_blocks, [memory]
+            )
+            self.rank.cache = cache
         except BaseException:
             memory.close()
             raise
-        connection.send(
-            Allocated(nbytes=memory.nbytes, views=views, pages=memory.pages), [memory.fd]
+        self._hand_over(connection, cache)
+
+    async def _make_memory(self, gpu: str, nbytes: int) -> HostMemory | CudaMemory:
+        loop = asyncio.get_running_loop()
+        if not gpu:
+            return await loop.run_in_executor(None, HostMemory, nbytes)
+        with ThreadPoolExecutor(1, "kvagent-cuda") as thread:  # it gets bound to that GPU
+            return await loop.run_in_executor(thread, CudaMemory, self.cuda, gpu, nbytes)
+
+    def _hand_over(self, connection: Connection, cache: OwnedCache) -> None:
+        """Tells the worker what it needs in order to map the cache."""
+        memory = cache.memory
+        answer = Allocated(nbytes=memory.nbytes, views=cache.views, pages=memory.pages)
+        if isinstance(memory, HostMemory):
+            connection.send(answer, [memory.fd])
+            return
+        there = GpuMemory(
+            gpu=memory.gpu.uuid, handle=memory.shared.handle, offset=memory.shared.offset
         )
+        if connection.in_process:
+            there = GpuMemory(gpu=memory.gpu.uuid, handed=self.handover.give(memory.tensor))
+        connection.send(msgspec.structs.replace(answer, memory=there))
 
     def _hand_back(self, connection: Connection, cache: OwnedCache, message: Allocate) -> None:
         me = self.rank.require_identity()
@@ -365,10 +418,13 @@ class Agent:
                 f"the cache that is kept was allocated with other specs ({', '.join(wrong[:5])}); "
                 "ask with those, or join() afresh"
             )
-        memory = cache.memory
-        connection.send(
-            Allocated(nbytes=memory.nbytes, views=cache.views, pages=memory.pages), [memory.fd]
-        )
+        here = cache.memory.gpu.uuid if isinstance(cache.memory, CudaMemory) else ""
+        if message.gpu != here:
+            raise GeometryError(
+                f"the cache that is kept lies {f'on GPU {here}' if here else 'in host memory'}: "
+                "ask for it there, or join() afresh"
+            )
+        self._hand_over(connection, cache)
 
     async def _register(self, connection: Connection, message: Register) -> None:
         kept: list[MappedMemory] = []
@@ -379,7 +435,7 @@ class Agent:
         fds = [] if embedded else connection.take_fds(len(message.ranges))
         try:
             if embedded:
-                ranges = [MemoryRange(r.address, r.nbytes, "dram", 0) for r in message.ranges]
+                ranges = [_range_of(shared) for shared in message.ranges]
             for shared in message.ranges if fds else ():
                 mapped = MappedMemory(fds.pop(0), shared.nbytes, shared.offset)
                 kept.append(mapped)
@@ -433,6 +489,11 @@ class Agent:
                 if fence and not rank.abort_part(part_id).done:
                     await rank.fence(part_id)
                 return rank.abort_part(part_id)
+            case CopyDown(leader=of, blocks=blocks, num_tokens=num_tokens):
+                if self.follower is None or not self.follower.follows(of):
+                    return Refused(code="not_ready", message="this rank follows another leader")
+                await rank.copy_down(blocks, num_tokens)
+                return Ok()
             case Drop() if self.follower is None:
                 return Refused(code="not_ready", message="this rank follows nobody")
             case Drop(engine_id=engine_id):
@@ -481,3 +542,10 @@ class Agent:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _range_of(shared: SharedRange) -> MemoryRange:
+    """Memory of this process that a thread of it registers."""
+    if shared.device < 0:
+        return MemoryRange(shared.address, shared.nbytes)
+    return MemoryRange(shared.address, shared.nbytes, "vram", shared.device)

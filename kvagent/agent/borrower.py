@@ -11,12 +11,13 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from kvagent.agent.causes import cause_text
+from kvagent.agent.causes import ago, cause_text
 from kvagent.agent.deals import Deals
 from kvagent.agent.follower import orphan_seconds
 from kvagent.agent.holder import Holder
@@ -54,6 +55,15 @@ from kvagent.wire.messages import (
 
 log = logging.getLogger("kvagent.fetch")
 
+MAX_HEARD = 1024
+"""Addresses of which is remembered when they last answered."""
+_DOING = {
+    FetchState.CONNECTING: "connecting to",
+    FetchState.CLAIMING: "waiting for the bytes of",
+    FetchState.READING: "reading from",
+    FetchState.VALIDATING: "waiting for the verdict of",
+}
+
 
 @dataclass(slots=True)
 class RankReport:
@@ -84,9 +94,14 @@ class Running:
     """Nobody is there who would know the request."""
     left_until: float | None = None
     """Set when the engine started afresh: by then other ranks have stopped reading for it."""
-    failed_in: FetchState | None = None
-    """The state that it was in when the first thing went wrong."""
+    failed_in: str = ""
+    """The state that it was in when the first thing went wrong; `quiesced`: this engine was."""
     failed_rank: int | None = None
+
+    @property
+    def address(self) -> str:
+        """Of the producer's leader."""
+        return join_address(self.message.host, self.message.port)
 
     def leave(self) -> None:
         """The session is not needed any more."""
@@ -128,6 +143,8 @@ class Borrower:
         self._open = asyncio.Event()
         """Closed while the engine is quiesced: new fetches wait."""
         self._open.set()
+        self._heard: OrderedDict[str, float] = OrderedDict()
+        """When each producer's leader last answered, by its address."""
         self._deals = Deals(rank.control, rank.peers, config.call_timeout)
         self.holder = Holder(rank, self._deals)
 
@@ -145,6 +162,7 @@ class Borrower:
             peer=message.engine_id,
             started=now,
             deadline=now + self.config.fetch_timeout,
+            deferred=message.deferred,
         )
         if not self.fetches.add(record):
             self._refuse_second(message)
@@ -324,6 +342,7 @@ class Borrower:
     async def _renew(self, session: Session, batch: list[Running]) -> None:
         refs = [LeaseRef(r.record.transfer_id, r.record.fetch_id) for r in batch]
         for running, cause in zip(batch, await self._deals.renew(session, refs), strict=False):
+            self._hear(running)
             if cause:
                 self._feed(running, Event.LEASE_LOST, cause)
 
@@ -332,11 +351,40 @@ class Borrower:
     def _feed(self, running: Running, event: Event, cause: str = "") -> None:
         record = running.record
         before = record.state
+        if not record.cause and cause.startswith(("peer_gone:", "timed_out:")):
+            cause = f"{cause}; {self._whereabouts(running)}"
         actions = self.fetches.feed(record, event, self._now(), cause)
-        if record.cause and running.failed_in is None:
-            running.failed_in = before
+        if record.cause and not running.failed_in:
+            waited = before is FetchState.CONNECTING and not self._open.is_set()
+            running.failed_in = "quiesced" if waited else before.value
         for action in actions:
             self._act(running, action)
+
+    def _whereabouts(self, running: Running) -> str:
+        """How far it got with whom, for people."""
+        state = running.record.state
+        if state is FetchState.CONNECTING and not self._open.is_set():
+            return "this engine is quiesced, and starts nothing until resume()"
+        heard = self._heard.get(running.address)
+        doing = (
+            f"{_DOING.get(state, state.value)} engine {running.record.peer} at {running.address}, "
+            f"which {ago(None if heard is None else self._now() - heard)}"
+        )
+        own = running.own
+        if state is not FetchState.READING or not own.total:
+            return doing
+        came = f"{doing}; {min(own.done, own.total)} of {own.total} bytes came"
+        if self._world_size == 1:
+            return came
+        late = sorted(set(range(self._world_size)) - running.shares.keys())
+        return f"{came} to rank 0; not done here: rank {', '.join(map(str, late))}"
+
+    def _hear(self, running: Running) -> None:
+        """The producer's leader has answered."""
+        self._heard[running.address] = self._now()
+        self._heard.move_to_end(running.address)
+        if len(self._heard) > MAX_HEARD:
+            self._heard.popitem(last=False)
 
     def _act(self, running: Running, action: Action) -> None:
         record, message = running.record, running.message
@@ -368,9 +416,11 @@ class Borrower:
         try:
             while True:
                 await self._open.wait()
-                session = await self.rank.peers.greet(
-                    message.engine_id, message.host, message.port, message.epoch
-                )
+                peer = (message.engine_id, message.host, message.port)
+                known = self.rank.peers.session(*peer)
+                session = await self.rank.peers.greet(*peer, message.epoch)
+                if session is not known:
+                    self._hear(running)
                 if self._open.is_set():
                     break  # nothing is awaited from here until it has begun
         except KVAgentError as error:
@@ -397,16 +447,24 @@ class Borrower:
             token=record.token,
             fetch_id=record.fetch_id,
             engine_id=self.rank.require_identity().info.engine_id,
-            digest=ticket_digest(running.message.remote_blocks, running.message.num_tokens),
+            digest=ticket_digest(
+                running.message.remote_blocks, running.message.num_tokens, record.deferred
+            ),
         )
         cause, lease = await self._deals.ask(running.session, claim, running.message.epoch)
+        if not cause.startswith("peer_gone:"):
+            self._hear(running)
         if cause:
             self._feed(running, Event.CLAIM_REFUSED, cause)
         else:
             running.lease_seconds = lease
             running.renew_at = self._now() + lease / 3
             self._take_held(record)  # the fetch renews it from here
-            self._feed(running, Event.CLAIM_HELD)
+            missing = self.team.missing() if record.state is FetchState.CLAIMING else ""
+            if missing:  # nobody would report for that rank
+                self._feed(running, Event.RANK_FAILED, f"not_ready: {missing}")
+            else:
+                self._feed(running, Event.CLAIM_HELD)
 
     async def _complete(self, running: Running) -> None:
         record = running.record
@@ -514,7 +572,7 @@ class Borrower:
                 descriptors=total.descriptors,
                 staged=total.staged,
                 seconds=now - record.started,
-                wait=total.wait,
+                wait=record.reading_since - record.started + total.wait,
                 post=total.post,
                 wire=total.wire,
                 validate=now - record.validating_since,
@@ -535,11 +593,11 @@ class Borrower:
             transfer_id=record.transfer_id,
             fetch_id=record.fetch_id,
             peer=record.peer,
-            address=join_address(message.host, message.port),
+            address=running.address,
             num_tokens=message.num_tokens - message.start_token,
             seconds=now - record.started,
             cause=record.cause,
-            stage=running.failed_in.value if running.failed_in is not None else "",
+            stage=running.failed_in,
             rank=running.failed_rank,
             nbytes=stats.bytes if stats is not None else running.own.done,
             wanted=stats.bytes if stats is not None else running.own.total,

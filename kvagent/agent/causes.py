@@ -1,11 +1,16 @@
 """The short names under which failures are counted and reported.
 
 A cause is `name: text`. The name is one of a fixed set, so that it can be a metric's label; the
-text is for people.
+text is for people: it speaks of engines, ranks and addresses, not of what the fabric calls them.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from typing import TypeVar
+
+from kvagent.config import join_address
 from kvagent.core.lease import Verdict
 from kvagent.errors import (
     BlockInUseError,
@@ -18,6 +23,9 @@ from kvagent.errors import (
     ProtocolError,
 )
 from kvagent.fabric.base import ReadCancelled
+from kvagent.wire.messages import RankCard
+
+F = TypeVar("F", bound=FabricError)
 
 _NAMES: tuple[tuple[type[KVAgentError], str], ...] = (
     (ReadCancelled, "cancelled"),
@@ -32,7 +40,7 @@ _NAMES: tuple[tuple[type[KVAgentError], str], ...] = (
 
 CAUSES = frozenset(
     {name for _, name in _NAMES}
-    | {verdict.value for verdict in Verdict if verdict is not Verdict.HELD}
+    | {verdict.value for verdict in Verdict if verdict not in (Verdict.HELD, Verdict.COMING)}
     | {
         "draining",
         "failed",
@@ -54,3 +62,27 @@ def cause_text(error: KVAgentError) -> str:
         if isinstance(error, kind):
             return f"{name}: {error}"
     return f"failed: {error}"
+
+
+def of_ranks(error: F, engine_id: str, cards: Sequence[RankCard]) -> F:
+    """The same error, with ranks and addresses in place of the names of the fabric's agents.
+    `cards` are the ranks that it may be about; a single one is named in any case."""
+    text = str(error)
+    for card in cards:
+        place, where = f"{card.pp_rank}.{card.tp_rank}", rank_name(engine_id, card)
+        agent = rf"{re.escape(engine_id)}/{re.escape(place)}/[0-9a-f]{{32}}(?:/\w+)?"
+        text = re.sub(agent, lambda _, where=where: where, text)  # type: ignore[misc]
+    if len(cards) == 1 and rank_name(engine_id, cards[0]) not in text:
+        text = f"{rank_name(engine_id, cards[0])}: {text}"
+    return type(error)(text)
+
+
+def rank_name(engine_id: str, card: RankCard) -> str:
+    """For people."""
+    rank = f"rank (tp {card.tp_rank}, pp {card.pp_rank})"
+    return f"{rank} of engine {engine_id} at {join_address(card.host, card.port)}"
+
+
+def ago(seconds: float | None) -> str:
+    """When a peer was last heard of; None: never."""
+    return "never answered" if seconds is None else f"answered {seconds:.1f} s ago"

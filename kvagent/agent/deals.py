@@ -28,6 +28,8 @@ from kvagent.wire.peer import PeerClient
 
 log = logging.getLogger("kvagent.fetch")
 
+COMING_PAUSE = 0.05
+"""Seconds before asking again: one who answers at once must not keep us busy."""
 MAX_STRANGERS = 64
 """Connections at once for releases to engines that we have no session with."""
 
@@ -42,14 +44,19 @@ class Deals:
     async def ask(
         self, session: Session, message: Claim | Complete, epoch: str
     ) -> tuple[str, float]:
-        """("", the producer's lease in seconds) when it said yes, else (the cause, 0).
+        """("", the producer's lease in seconds) when it said yes, else (the cause, 0). Asks again
+        as long as the bytes are said to be coming.
 
         `epoch` is the ticket's: a producer that restarted meanwhile says nothing of this memory.
         """
-        try:
-            answer = await session.client.call(message, self._timeout)
-        except KVAgentError as error:
-            return cause_text(error), 0.0
+        while True:
+            try:
+                answer = await session.client.call(message, self._timeout)
+            except KVAgentError as error:
+                return cause_text(error), 0.0
+            if not isinstance(answer, Verdict) or answer.verdict != LeaseVerdict.COMING.value:
+                break
+            await asyncio.sleep(COMING_PAUSE)
         if not isinstance(answer, Verdict):
             return f"protocol: answered with {type(answer).__name__}", 0.0
         if answer.epoch != epoch:

@@ -103,6 +103,10 @@ class Follower:
             self._ending = asyncio.create_task(self._rank.end_parts(but_of, why))
             self._keep(self._ending)
 
+    def follows(self, leader: str) -> bool:
+        """Whether a leader's incarnation is the one that we follow."""
+        return leader == self._leader
+
     def start_part(self, part: Part) -> PartState:
         """See `Rank.start_part`. Only for the leader that we follow: one before it may have died,
         and its engine been told that nothing reads any more."""

@@ -120,7 +120,7 @@ class Holder:
             token=message.token,
             fetch_id=held.fetch_id,
             engine_id=me.info.engine_id,
-            digest=ticket_digest(message.remote_blocks, message.num_tokens),
+            digest=ticket_digest(message.remote_blocks, message.num_tokens, message.deferred),
             reading=False,
         )
         session.hold()

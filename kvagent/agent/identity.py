@@ -21,6 +21,8 @@ class Identity:
     layout: RankLayout
     host: str
     port: int
+    mirrored: bool = False
+    """`layout` is of a mirror of the cache, in host memory."""
 
     @property
     def index(self) -> int:
@@ -39,4 +41,5 @@ class Identity:
             port=self.port,
             incarnation=self.incarnation,
             layout=self.layout,
+            mirrored=self.mirrored,
         )

@@ -10,27 +10,33 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from typing import Any
 
 from kvagent.agent.borrower import Borrower
 from kvagent.agent.identity import Identity
 from kvagent.agent.lender import Lender
 from kvagent.agent.outbox import Outbox
 from kvagent.agent.rank import Rank
-from kvagent.agent.team import Team
+from kvagent.agent.team import Member, Team
 from kvagent.config import Config
 from kvagent.core.fetch import FetchState, FetchTable
 from kvagent.core.lease import LeaseTable
 from kvagent.core.ledger import Ledger
+from kvagent.errors import AgentError, ProtocolError
 from kvagent.visible.watch import Watch
 from kvagent.wire.codec import unpack_blocks
 from kvagent.wire.control import Control
-from kvagent.wire.messages import Fetch, Hold, Offer
+from kvagent.wire.messages import CopyDown, Fetch, Hold, Offer, Ok
 
 log = logging.getLogger("kvagent.leader")
+
+COPY_AGAIN = 5.0
+"""Seconds after which a follower is asked again whether its mirror is filled."""
 
 
 class Leader:
     def __init__(self, config: Config, control: Control, rank: Rank, watch: Watch) -> None:
+        self._config = config
         self._rank = rank
         self.team = Team(control, self._member_lost)
         self.ledger = Ledger()
@@ -59,14 +65,16 @@ class Leader:
         self.lender.revoke_all()
         self.borrower.member_lost(index, why)
 
-    def offer(self, message: Offer) -> None:
+    def offer(self, message: Offer, event: Any = None) -> None:
+        """`event`: the one that its bytes wait for, if any."""
         if self.draining:
             self.outbox.sent(
                 {message.request_id}, Counter([message.request_id])
             )  # the blocks were never ours
             return
         me = self._rank.identity
-        for index, group in enumerate(unpack_blocks(message.blocks)):
+        blocks = unpack_blocks(message.blocks)
+        for index, group in enumerate(blocks):
             known = [g for g in me.layout.groups if g.index == index] if me else []
             if known and group.size and int(group.max()) >= known[0].num_blocks:
                 log.error(
@@ -75,7 +83,33 @@ class Leader:
                     int(group.max()),
                     known[0].num_blocks,
                 )
-        self.lender.offer(message)
+        mirrored = me is not None and me.mirrored
+        if event is None and not mirrored:
+            self.lender.offer(message)
+        elif not message.deferred:
+            raise ProtocolError("an offer that has to wait, of a ticket that does not say so")
+        else:
+            self.lender.offer(message, lambda: self._ready(message, event, mirrored))
+
+    async def _ready(self, message: Offer, event: Any, mirrored: bool) -> None:
+        """Returns when the bytes of an offer can be read by others, on every rank."""
+        if event is not None:
+            await self._rank.require_device().wait(event)
+        if mirrored:
+            await asyncio.gather(
+                self._rank.copy_down(message.blocks, message.num_tokens),
+                *(self._copy_down(member, message) for member in self.team.followers()),
+            )
+
+    async def _copy_down(self, member: Member, message: Offer) -> None:
+        order = CopyDown(
+            leader=self._rank.require_identity().incarnation,
+            blocks=message.blocks,
+            num_tokens=message.num_tokens,
+        )
+        answer = await member.client.call(order, self._config.lease_seconds, again=COPY_AGAIN)
+        if not isinstance(answer, Ok):
+            raise AgentError(f"rank {member.index} answered {type(answer).__name__}")
 
     def fetch(self, message: Fetch) -> None:
         self.borrower.fetch(message, self.draining)
@@ -101,13 +135,15 @@ class Leader:
         self.draining = True
         until = time.monotonic() + timeout
         while (  # noqa: ASYNC110
-            self.draining and (self.fetches or self.leases) and time.monotonic() < until
+            self.draining
+            and (self.fetches or self.leases or self.lender.coming())
+            and time.monotonic() < until
         ):
             await asyncio.sleep(0.02)
         if not self.draining:
             return ()  # what is open now is the next scheduler's
         left = [record.request_id for record in self.fetches]
-        left += [lease.request_id for lease in self.leases.live()]
+        left += [lease.request_id for lease in self.leases.live()] + self.lender.coming()
         for request_id in left:
             self.cancel(request_id)
         return tuple(left)

@@ -223,7 +223,11 @@ class PeerBook:
                 remote = await self._meet(session, card, me)
                 try:
                     prepared = await self.fabric().prepare(
-                        remote, plan.local_rows, plan.remote_rows
+                        remote,
+                        plan.local_rows,
+                        plan.remote_rows,
+                        local_kind=me.layout.kind,
+                        remote_kind=card.layout.kind,
                     )
                     staged = await self.staging().prepare(remote, card.layout, assignment, plan)
                 except BaseException:

@@ -14,23 +14,30 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from kvagent.agent.causes import cause_text
+from kvagent.agent.causes import cause_text, of_ranks
+from kvagent.agent.copies import copier_for
 from kvagent.agent.identity import Identity
-from kvagent.agent.peers import PeerBook
+from kvagent.agent.peers import PeerBook, Session
 from kvagent.agent.progress import Counts, Progress
 from kvagent.agent.staging import Route, Staging
 from kvagent.config import Config, join_address
 from kvagent.core.compare import differences, engine_shape
 from kvagent.core.layout import MemoryRange, TensorView, build_layout
+from kvagent.core.mirror import block_spans, selected_spans
 from kvagent.core.specs import CacheSpec, WorkerInfo
 from kvagent.core.stats import ReadStats
-from kvagent.errors import AgentError, CacheGoneError, KVAgentError, PeerGoneError
-from kvagent.fabric.base import CancelFlag, Fabric, ReadCancelled
-from kvagent.memory.host import HostMemory, MappedMemory
+from kvagent.cuda.calls import CudaCalls
+from kvagent.cuda.device import Device
+from kvagent.cuda.memory import CudaMemory
+from kvagent.cuda.mirror import Mirror
+from kvagent.cuda.nics import tell_ucx
+from kvagent.errors import AgentError, CacheGoneError, FabricError, KVAgentError, PeerGoneError
+from kvagent.fabric.base import CancelFlag, Fabric, ReadCancelled, settled
+from kvagent.memory.host import HostMemory
 from kvagent.wire.codec import unpack_blocks
 from kvagent.wire.control import Control
 from kvagent.wire.messages import Meet, Met, Part, PartState, Peer, Refused
@@ -46,6 +53,12 @@ KEEP_PARTS = 60.0
 """Seconds that the result of a part is kept for a leader that asks again."""
 MAX_KEPT_PARTS = 65536
 MAX_RUNNING_PARTS = 16384
+
+
+class CacheMemory(Protocol):
+    """What a cache lies in and a rank keeps alive."""
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -69,7 +82,7 @@ class PartRun:
 class OwnedCache:
     """Cache memory that this sidecar made, and what a worker that comes back is told of it."""
 
-    memory: HostMemory
+    memory: HostMemory | CudaMemory
     views: dict[str, TensorView]
     num_blocks: int
 
@@ -81,14 +94,20 @@ class Rank:
     make_fabric: FabricFactory
     changed: Callable[[], None]
     """Called when this rank's identity is a new one."""
+    cuda: CudaCalls
+    alone: bool = False
+    """Nobody else in this process uses UCX."""
     host: str = ""
     port: int = 0
     info: WorkerInfo | None = None
     identity: Identity | None = None
     fabric: Fabric | None = None
     staging: Staging | None = None
+    device: Device | None = None
+    """The GPU that the cache lies on."""
+    mirror: Mirror | None = None
     peers: PeerBook = field(init=False)
-    memory: Sequence[MappedMemory] = ()
+    memory: Sequence[CacheMemory] = ()
     cache: OwnedCache | None = None
     """None also when the engine owns the memory."""
     bytes_read: int = 0
@@ -128,6 +147,11 @@ class Rank:
             raise AgentError("no cache is registered here yet")
         return self.staging
 
+    def require_device(self) -> Device:
+        if self.device is None:
+            raise AgentError("the cache does not lie on a GPU: there is no event to wait for")
+        return self.device
+
     # ------------------------------------------------------------ the engine's worker
 
     async def join(self, info: WorkerInfo) -> None:
@@ -165,7 +189,7 @@ class Rank:
         views: dict[str, TensorView],
         ranges: tuple[MemoryRange, ...],
         num_blocks: int,
-        memory: Sequence[MappedMemory],
+        memory: Sequence[CacheMemory],
     ) -> None:
         """Registers the engine's cache and takes on an identity. `memory` is kept alive."""
         if self.info is None:
@@ -175,16 +199,29 @@ class Rank:
         layout = build_layout(specs, self.info, views, ranges, num_blocks)
         shape = engine_shape(self.info.model, specs)
         name = f"{self.info.engine_id}/{self.info.pp_rank}.{self.info.tp_rank}"
-        fabric = self.make_fabric(name, self.config)
-        await fabric.start()
         try:
-            await fabric.register(ranges)
+            if layout.kind == "vram":
+                await self._open_device(layout.device, ranges)
+            if self.mirror is not None:
+                layout = msgspec.structs.replace(layout, ranges=self.mirror.ranges)
+            fabric = self.make_fabric(name, self.config)
+            on_gpu = layout.kind == "vram"
+            await fabric.start(self.device.bind if self.device and on_gpu else None)
+            try:
+                await fabric.register(layout.ranges)
+            except BaseException:
+                await fabric.close()
+                raise
         except BaseException:
-            await fabric.close()
+            await self._close_device()
             raise
         self.fabric, self.memory = fabric, memory
         self.staging = Staging(
-            fabric, layout, self.config.staging_bytes, self.config.staging_run_bytes
+            fabric,
+            layout,
+            self.config.staging_bytes,
+            self.config.staging_run_bytes,
+            copier_for(layout, self.device),
         )
         self.identity = Identity(
             info=self.info,
@@ -194,9 +231,10 @@ class Rank:
             layout=layout,
             host=self.host,
             port=self.port,
+            mirrored=self.mirror is not None,
         )
         log.info(
-            "%s: rank tp %d/%d pp %d/%d, %d layers, %d blocks, %.1f MiB",
+            "%s: rank tp %d/%d pp %d/%d, %d layers, %d blocks, %.1f MiB%s",
             self.info.engine_id,
             self.info.tp_rank,
             self.info.tp_size,
@@ -205,12 +243,43 @@ class Rank:
             len(specs),
             num_blocks,
             sum(r.nbytes for r in ranges) / 2**20,
+            self._on_what(),
         )
         try:
             self.changed()
         except BaseException:
             await self.reset()
             raise
+
+    async def _open_device(self, index: int, cache: Sequence[MemoryRange]) -> None:
+        device = self.device = Device(self.cuda, index)
+        await device.start()
+        if self.config.kv_buffer == "host":
+            self.mirror = await device.run(lambda: Mirror(device, cache))
+        elif why := self.cuda.unshareable():  # the engine's own memory: a sidecar would refuse
+            log.warning("other processes of this host cannot read this cache by cuda_ipc: %s", why)
+        if self.alone:
+            tell_ucx(self.config.nics, device.gpu)
+
+    async def _close_device(self) -> None:
+        mirror, self.mirror = self.mirror, None
+        if mirror is not None:
+            await mirror.close()
+        device, self.device = self.device, None
+        if device is not None:
+            await device.close()
+
+    def _on_what(self) -> str:
+        if self.device is None:
+            return ""
+        mirrored = ", read by way of host memory" if self.mirror else ""
+        return f" on GPU {self.device.index} ({self.device.gpu.name}){mirrored}"
+
+    async def copy_down(self, blocks: Sequence[bytes], num_tokens: int) -> None:
+        """Returns when peers can read these blocks out of the mirror."""
+        if self.mirror is not None:
+            layout = self.require_identity().layout
+            await self.mirror.down(block_spans(layout, unpack_blocks(tuple(blocks)), num_tokens))
 
     async def reset(self) -> None:
         """Ends this incarnation: reads stop, peers lose the memory, the memory goes."""
@@ -230,6 +299,7 @@ class Rank:
         if self.staging is not None:
             staging, self.staging = self.staging, None
             await staging.close()
+        await self._close_device()
         await self.peers.close()
         for mapped in self.memory:
             mapped.close()
@@ -373,36 +443,52 @@ class Rank:
             raise PeerGoneError(f"engine {part.engine_id} started afresh since the ticket")
         session.hold()
         try:
-            sources = await self._unless_stopped(run, self.peers.sources(session))
-            remote_blocks = unpack_blocks(part.remote_blocks)
-            local_blocks = unpack_blocks(part.local_blocks)
-            span = (part.start_token, part.num_tokens)
-            # Every source is checked before any is read.
-            staging = self.require_staging()
-            routes = [
-                staging.route(source, source.plan.locate(local_blocks, remote_blocks, *span))
-                for source in sources
-            ]
-            progress.total = sum(route.nbytes for route in routes)
-            wait = time.monotonic() - progress.started
-            results = await asyncio.gather(
-                *(self._read_source(staging, route, run.cancelled, progress) for route in routes),
-                return_exceptions=True,
-            )
-            for route, result in zip(routes, results, strict=True):
-                if isinstance(result, PeerGoneError):
-                    self.peers.remotes.broke(route.source.remote)
-                    self.peers.forget(session)
-                elif isinstance(result, ReadStats):
-                    carried = self.peers.note_transport(session, route.source)
-                    self.counts.read(carried, result.nbytes, result.descriptors)
+            return await self._read_from(session, part, run, progress)
         finally:
             session.let_go()
+
+    async def _read_from(
+        self, session: Session, part: Part, run: PartRun, progress: Progress
+    ) -> ReadStats:
+        try:
+            sources = await self._unless_stopped(run, self.peers.sources(session))
+        except FabricError as error:
+            raise of_ranks(error, part.engine_id, session.welcome.ranks) from error
+        remote_blocks = unpack_blocks(part.remote_blocks)
+        local_blocks = unpack_blocks(part.local_blocks)
+        span = (part.start_token, part.num_tokens)
+        # Every source is checked before any is read.
+        staging, device, mirror = self.require_staging(), self.device, self.mirror
+        routes = [
+            staging.route(source, source.plan.locate(local_blocks, remote_blocks, *span))
+            for source in sources
+        ]
+        progress.total = sum(route.nbytes for route in routes)
+        wait = time.monotonic() - progress.started
+        results = await asyncio.gather(
+            *(self._read_source(staging, route, run.cancelled, progress) for route in routes),
+            return_exceptions=True,
+        )
+        for route, result in zip(routes, results, strict=True):
+            if isinstance(result, PeerGoneError):
+                self.peers.remotes.broke(route.source.remote)
+                self.peers.forget(session)
+            elif isinstance(result, ReadStats):
+                carried = self.peers.note_transport(session, route.source)
+                self.counts.read(carried, result.nbytes, result.descriptors)
         # A read that was stopped because its sibling failed is not the cause.
-        failures = [result for result in results if isinstance(result, BaseException)]
+        failures = [
+            of_ranks(result, part.engine_id, [route.source.card])
+            if isinstance(result, FabricError) and not isinstance(result, ReadCancelled)
+            else result
+            for route, result in zip(routes, results, strict=True)
+            if isinstance(result, BaseException)
+        ]
         failures.sort(key=lambda failure: isinstance(failure, ReadCancelled))
         if failures:
             raise failures[0]
+        if device is not None:
+            await settled(asyncio.ensure_future(_land(device, mirror, routes)), run.cancelled)
         total = ReadStats(wait=wait)
         for result in results:
             assert isinstance(result, ReadStats)
@@ -431,3 +517,13 @@ class Rank:
         except KVAgentError:
             cancelled.cancel("cancelled: another source of this fetch failed")
             raise
+
+
+async def _land(device: Device, mirror: Mirror | None, routes: Sequence[Route]) -> None:
+    """Every byte of a part has been read. Returns when kernels that are launched from now on see
+    them in the GPU's memory."""
+    if mirror is None:
+        await device.flush()
+    else:
+        wanted = [each for route in routes for each in route.selections()]
+        await mirror.up(selected_spans(mirror.ranges, wanted))

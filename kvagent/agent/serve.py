@@ -55,7 +55,7 @@ async def _serve(config: Config) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    agent = Agent(config, nixl_fabric)
+    agent = Agent(config, nixl_fabric, alone=True)
     try:
         await agent.start()
         await stop.wait()

@@ -1,8 +1,8 @@
 """One rank's staging buffer: reads that go through it, and the copies out of it.
 
-Which reads those are, and what is copied, is decided by `kvagent.core.staging`. The buffer is made
-and registered when the first peer needs it. Copies run in a thread of their own, which numpy lets
-go on beside the event loop.
+Which reads those are, and what is copied, is decided by `kvagent.core.staging`; how, by `copies`.
+The buffer is made and registered when the first peer needs it. Copies run in a thread of their own,
+which numpy and torch let go on beside the event loop.
 
 A read is over only when nothing can write any more, copies included: one that has begun is waited
 for, and one that has not is left out when the read is cancelled. A hung peer may keep an area of
@@ -12,7 +12,6 @@ the buffer for as long as its read is in flight; who finds none free for `PATIEN
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import time
 from collections.abc import Awaitable, Iterator, Sequence
@@ -20,20 +19,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from kvagent.agent.copies import Copier
 from kvagent.agent.progress import Progress
 from kvagent.core.assign import Assignment
-from kvagent.core.permute import Bytes
 from kvagent.core.plan import ReadPlan, Selection
-from kvagent.core.regions import MemoryRange, RankLayout
+from kvagent.core.regions import RankLayout
 from kvagent.core.staged import Chunk, StagedPart, StagedTrack, remote_blocks
 from kvagent.core.staging import AREAS, Buffer, plan_staging, short_tracks
 from kvagent.core.stats import ReadStats
 from kvagent.core.track import Granules, Track
 from kvagent.errors import FabricError, KVAgentError
 from kvagent.fabric.base import CancelFlag, Fabric, Prepared, ReadCancelled, RemoteAgent, settled
-from kvagent.memory.host import HostMemory
 
 if TYPE_CHECKING:
     from kvagent.agent.peers import Source
@@ -62,6 +58,13 @@ class Route:
     direct: Selection
     staged: tuple[tuple[Staged, Granules], ...]
 
+    def selections(self) -> Iterator[tuple[ReadPlan, Selection]]:
+        """Everything that is wanted, as if all of it were read directly."""
+        plan = self.source.plan
+        yield plan, self.direct
+        for staged, granules in self.staged:
+            yield plan, plan.pick({staged.track.track: granules})
+
     @property
     def nbytes(self) -> int:
         """Bytes that are wanted."""
@@ -74,15 +77,15 @@ class Route:
 class Staging:
     """`nbytes` of buffer for reads into `layout`, 0: none. Lives as long as its fabric."""
 
-    def __init__(self, fabric: Fabric, layout: RankLayout, nbytes: int, run_bytes: int) -> None:
+    def __init__(
+        self, fabric: Fabric, layout: RankLayout, nbytes: int, run_bytes: int, copier: Copier
+    ) -> None:
         self._fabric = fabric
         self._layout = layout
+        self._copier = copier
         self._area_bytes = nbytes // AREAS
         self._run_bytes = run_bytes
         self._opening: asyncio.Task[Buffer | None] | None = None
-        self._memory: HostMemory | None = None
-        self._caches: list[Bytes] = []
-        self._areas: list[Bytes] = []
         self._free: asyncio.Queue[int] = asyncio.Queue()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvagent-staging")
         self._closed = False
@@ -93,7 +96,7 @@ class Staging:
         self, remote: RemoteAgent, layout: RankLayout, assignment: Assignment, plan: ReadPlan
     ) -> tuple[Staged, ...]:
         """What of a plan may be staged, prepared. `layout` is the remote rank's."""
-        if not self._area_bytes or not short_tracks(self._layout, layout, plan, self._run_bytes):
+        if not self._area_bytes or not short_tracks(plan, self._run_bytes):
             return ()
         if self._opening is None:
             self._opening = asyncio.create_task(self._open())
@@ -104,7 +107,13 @@ class Staging:
         found = []
         for track in tracks:
             prepared = [
-                await self._fabric.prepare(remote, part.local_rows, part.plan.remote_rows)
+                await self._fabric.prepare(
+                    remote,
+                    part.local_rows,
+                    part.plan.remote_rows,
+                    local_kind=buffer.kind,
+                    remote_kind=layout.kind,
+                )
                 for part in track.parts
             ]
             found.append(Staged(track, tuple(prepared)))
@@ -113,19 +122,16 @@ class Staging:
     async def _open(self) -> Buffer | None:
         """Makes the buffer; without one everything is read directly."""
         size = AREAS * self._area_bytes
+        loop = asyncio.get_running_loop()
         try:
-            memory = self._memory = await asyncio.to_thread(HostMemory, size)
-            await self._fabric.register([MemoryRange(memory.address, size)])
+            memory = await loop.run_in_executor(self._executor, self._copier.open, size)
+            await self._fabric.register([memory])
         except KVAgentError as error:
             log.warning("no staging buffer of %d bytes, short runs stay short: %s", size, error)
             return None
-        self._caches = [_bytes_at(each.address, each.nbytes) for each in self._layout.ranges]
         for area in range(AREAS):
-            self._areas.append(
-                _bytes_at(memory.address + area * self._area_bytes, self._area_bytes)
-            )
             self._free.put_nowait(area)
-        return Buffer(memory.address, self._area_bytes)
+        return Buffer(memory.address, self._area_bytes, memory.kind, memory.device)
 
     async def close(self) -> None:
         """Waits for copies, and gives the buffer up. After the fabric: nothing reads into it."""
@@ -133,8 +139,7 @@ class Staging:
         if self._opening is not None:
             await asyncio.gather(self._opening, return_exceptions=True)
         await asyncio.to_thread(self._executor.shutdown)
-        if self._memory is not None:
-            self._memory.close()
+        self._copier.close()
 
     # ------------------------------------------------------------ reading
 
@@ -236,7 +241,7 @@ class Staging:
             if self._closed:
                 raise FabricError("the staging buffer was closed")
             copying = asyncio.get_running_loop().run_in_executor(
-                self._executor, part.copy, chunk, self._caches, self._areas[area]
+                self._executor, self._copier.copy, part, chunk, area
             )
             await settled(copying, cancelled)
         finally:
@@ -284,8 +289,3 @@ async def _every(
     if failures:
         raise failures[0]
     return [result for result in results if isinstance(result, ReadStats)]
-
-
-def _bytes_at(address: int, nbytes: int) -> Bytes:
-    """A view that does not keep its memory mapped: it must not outlive it."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))

@@ -146,6 +146,8 @@ class Team:
                 f"it joined as tp {layout.tp_rank}/{layout.tp_size}, pp {layout.pp_rank}/"
                 f"{layout.pp_size}; rank 0 says tp size {info.tp_size}, pp size {info.pp_size}"
             )
+        if card.mirrored != me.mirrored:
+            return "kv_buffer is not what rank 0 has; all ranks must have the same"
         ours = {group.index: group for group in me.layout.groups}
         for group in layout.groups:
             leader = ours.get(group.index, group)

@@ -10,7 +10,7 @@ import msgspec
 
 from kvagent.chaos.drill import Drill, Tally
 from kvagent.chaos.schedule import Action, Plan, Strike, schedule
-from kvagent.chaos.target import parse_targets
+from kvagent.chaos.target import find_all, parse_targets
 
 __all__ = ["run_drill"]
 
@@ -26,7 +26,8 @@ def run_drill(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """`targets` are NAME=SOCKET or NAME=PID. Returns the exit code. Raises `ConfigError`."""
+    """`targets` are NAME=SOCKET or NAME=PID. Returns the exit code. Raises `ConfigError`, in a dry
+    run after the schedule, also when one of them is not there."""
     parsed = parse_targets(targets)
     plan = Plan(
         targets=tuple(target.name for target in parsed),
@@ -42,6 +43,7 @@ def run_drill(
             _print_json({"plan": plan, "strikes": strikes})
         else:
             print("\n".join(_line(strike) for strike in strikes) or "nothing would happen")
+        find_all(parsed)  # the same error that would end the drill before it began
         return 0
     lines = sys.stderr if as_json else sys.stdout
     drill = Drill(parsed, strikes, lambda line: print(line, file=lines, flush=True))

@@ -24,6 +24,9 @@ from kvagent.client.worker import WorkerClient
 from kvagent.config import load
 from kvagent.core.output import KVConnectorOutput
 from kvagent.core.specs import CacheSpec, WorkerInfo
+from kvagent.cuda.calls import CudaCalls
+from kvagent.cuda.handover import Handover
+from kvagent.cuda.torch_cuda import TorchCuda
 from kvagent.errors import AgentError
 from kvagent.wire.codec import BlockIds
 
@@ -37,10 +40,15 @@ class EmbeddedAgent:
         socket: str = "",
         bind: str = "127.0.0.1:0",
         make_fabric: FabricFactory = nixl_fabric,
+        cuda: CudaCalls | None = None,
         **settings: Any,
     ) -> None:
         """`settings` are the fields of `Config`. With `socket`, the path of a unix socket, the
-        scheduler may be another process: an `EngineClient` of that path."""
+        scheduler may be another process: an `EngineClient` of that path.
+
+        Tensors on a GPU (`register_kv_caches`) are read and written in place. `cuda` is for tests.
+        """
+        self._cuda = cuda or TorchCuda()
         self._config = load(None, {**settings, "socket": socket, "bind": bind})
         self._make_fabric = make_fabric
         self._started = threading.Event()
@@ -54,7 +62,7 @@ class EmbeddedAgent:
         if self._failure is not None:
             self._thread.join()
             raise self._failure
-        self._worker = WorkerClient(self._open())
+        self._worker = WorkerClient(self._open(), cuda=self._cuda, handover=self._handover)
         self._engine: EngineClient | None = None
 
     # ------------------------------------------------------------ worker
@@ -69,15 +77,19 @@ class EmbeddedAgent:
         return self._worker.endpoint
 
     def allocate_kv_caches(
-        self, specs: Mapping[str, CacheSpec], num_blocks: int
+        self,
+        specs: Mapping[str, CacheSpec],
+        num_blocks: int,
+        device: torch.device | str = "cpu",
     ) -> dict[str, torch.Tensor]:
         """See `WorkerClient.allocate_kv_caches`."""
-        return self._worker.allocate_kv_caches(specs, num_blocks)
+        return self._worker.allocate_kv_caches(specs, num_blocks, device)
 
     def register_kv_caches(
         self, tensors: Mapping[str, torch.Tensor], specs: Mapping[str, CacheSpec]
     ) -> None:
-        """See `WorkerClient.register_kv_caches`; here the tensors may lie anywhere."""
+        """See `WorkerClient.register_kv_caches`; here the tensors may lie anywhere: all in host
+        memory, or all on one GPU. They must stay until `close`."""
         self._worker.register_kv_caches(tensors, specs)
 
     def wait_lost(self, timeout: float | None = None) -> bool:
@@ -90,12 +102,14 @@ class EmbeddedAgent:
     def wait_ready(self, timeout: float = 30.0) -> None:
         """See `EngineClient.wait_ready`."""
         if self._engine is None:
-            self._engine = EngineClient(self._open())
+            self._engine = EngineClient(self._open(), handover=self._handover)
         self._engine.wait_ready(timeout)
 
-    def offer(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> dict[str, Any]:
+    def offer(
+        self, request_id: str, block_ids: BlockIds, num_tokens: int, event: Any = None
+    ) -> dict[str, Any]:
         """See `EngineClient.offer`."""
-        return self._scheduler().offer(request_id, block_ids, num_tokens)
+        return self._scheduler().offer(request_id, block_ids, num_tokens, event)
 
     def fetch(
         self,
@@ -155,6 +169,11 @@ class EmbeddedAgent:
             raise AgentError("not ready yet: call wait_ready() first")
         return self._engine
 
+    @property
+    def _handover(self) -> Handover:
+        assert self._agent is not None
+        return self._agent.handover
+
     def _open(self) -> sockets.socket:
         ours, theirs = sockets.socketpair()
         assert self._loop is not None
@@ -176,7 +195,7 @@ class EmbeddedAgent:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        self._agent = Agent(self._config, self._make_fabric)
+        self._agent = Agent(self._config, self._make_fabric, self._cuda)
         try:
             await self._agent.start()
             self._started.set()

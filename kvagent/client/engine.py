@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from kvagent.client.channel import Address, error_of, open_socket
 from kvagent.client.ticket import make_ticket, read_ticket
 from kvagent.core.output import KVConnectorOutput
+from kvagent.cuda.handover import Handover
 from kvagent.errors import AgentError, AgentLostError, DrainingError, KVAgentError
 from kvagent.wire import local
 from kvagent.wire.codec import BlockIds, pack_blocks, unpack_blocks
@@ -55,7 +56,11 @@ MAX_UNSENT = 64 << 20
 class EngineClient:
     """The scheduler's side of the leader sidecar. One per engine; use it from one thread."""
 
-    def __init__(self, address: Address, *, timeout: float = 10.0) -> None:
+    def __init__(
+        self, address: Address, *, timeout: float = 10.0, handover: Handover | None = None
+    ) -> None:
+        """`handover` is there when the agent is a thread of this process: see `EmbeddedAgent`."""
+        self._handover = handover
         self._socket = open_socket(address, timeout)
         self._socket.setblocking(False)
         self._reports: deque[Report] = deque()
@@ -95,17 +100,32 @@ class EngineClient:
                 if not self._changed.wait(until - time.monotonic()):
                     raise AgentError(f"not ready after {timeout:g} s: {self._waiting}")
 
-    def offer(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> dict[str, Any]:
+    def offer(
+        self, request_id: str, block_ids: BlockIds, num_tokens: int, event: Any = None
+    ) -> dict[str, Any]:
         """Offers the first `num_tokens` tokens of a request, held in `block_ids`; no round trip.
 
-        Call it when the bytes are in the cache. The blocks belong to the transfer until
-        `request_id` comes out of `step()` in `finished_sending`. Returns the ticket.
+        Call it when the bytes are in the cache: on a GPU, when the results of the step that
+        computed them are on the host. The blocks belong to the transfer until `request_id` comes
+        out of `step()` in `finished_sending`. Returns the ticket.
+
+        With `event`, a recorded `torch.cuda.Event` after which the bytes are there, it may be
+        called before: the offer is visible to other engines when the event has passed, and the
+        fetch reads nothing before. Of several ranks, an event of rank 0 behind the step's last
+        collective speaks for all. Only an embedded agent can wait for one. An event that fails, or
+        takes longer than a lease, ends the offer, and the fetch fails (`unknown`).
         """
         ready = self._require_ready()
         _check_types(request_id, num_tokens=num_tokens)
         if num_tokens < 1:
             raise AgentError(f"offer of {num_tokens} tokens: there is nothing to send")
         blocks = pack_blocks(block_ids)
+        if event is not None and self._handover is None:
+            raise AgentError(
+                "a CUDA event means nothing to another process: call event.synchronize() before "
+                "offer(), or use EmbeddedAgent"
+            )
+        deferred = ready.deferred or event is not None
         secret = secrets.token_bytes(32)
         transfer_id, token = secret[:16].hex(), secret[16:]
         self._send(
@@ -115,10 +135,12 @@ class EngineClient:
                 token=token,
                 blocks=blocks,
                 num_tokens=num_tokens,
+                event=self._handover.give(event) if event is not None and self._handover else 0,
+                deferred=deferred,
             )
         )
         self._offered[request_id] += 1
-        return make_ticket(ready, request_id, transfer_id, token, block_ids, num_tokens)
+        return make_ticket(ready, request_id, transfer_id, token, block_ids, num_tokens, deferred)
 
     def fetch(
         self,
@@ -131,7 +153,9 @@ class EngineClient:
 
         `block_ids` hold the request's tokens from token 0 (the blocks of a prefix hit included,
         which are not written). They belong to the transfer until `request_id` comes out of
-        `step()` in `finished_recving`, with a reason in `failed_recving` when it failed.
+        `step()` in `finished_recving`, with a reason in `failed_recving` when it failed. On a GPU,
+        no kernel that still runs may use them, and those that are launched after `step()` see the
+        bytes.
         """
         self._require_ready()
         _check_types(request_id, start_token=start_token)
@@ -160,6 +184,7 @@ class EngineClient:
                 local_blocks=local_blocks,
                 start_token=start_token,
                 traceparent=parsed.traceparent,
+                deferred=parsed.deferred,
             )
         )
         self._fetching[request_id] = local_blocks
@@ -180,6 +205,7 @@ class EngineClient:
                 token=parsed.token,
                 num_tokens=parsed.num_tokens,
                 remote_blocks=parsed.blocks,
+                deferred=parsed.deferred,
             )
         )
 

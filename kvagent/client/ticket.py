@@ -28,6 +28,8 @@ class Inner(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Name
     protocol: int
     lease_seconds: float
+    deferred: bool = False
+    """The bytes may not be there before the claim is granted: nothing is read before."""
     traceparent: Any = ""
     """W3C trace context of the request; anything that is none is taken for none."""
 
@@ -53,6 +55,7 @@ class Ticket:
     num_tokens: int
     blocks: tuple[bytes, ...]
     traceparent: str = ""
+    deferred: bool = False
 
 
 def make_ticket(
@@ -62,6 +65,7 @@ def make_ticket(
     token: bytes,
     block_ids: BlockIds,
     num_tokens: int,
+    deferred: bool = False,
 ) -> dict[str, Any]:
     """The dict for `kv_transfer_params`. With OpenTelemetry in use, it names the span that the
     calling thread is in."""
@@ -82,6 +86,7 @@ def make_ticket(
             "epoch": ready.epoch,
             "protocol": PROTOCOL,
             "lease_seconds": ready.lease_seconds,
+            **({"deferred": True} if deferred else {}),
             **({"traceparent": traceparent} if traceparent else {}),
         },
     }
@@ -124,4 +129,5 @@ def read_ticket(ticket: Mapping[str, Any]) -> Ticket:
         num_tokens=outer.kvagent.num_tokens,
         blocks=blocks,
         traceparent=checked(outer.kvagent.traceparent),
+        deferred=outer.kvagent.deferred,
     )

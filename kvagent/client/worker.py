@@ -14,11 +14,15 @@ import torch
 from kvagent.client.channel import Address, Channel
 from kvagent.core.layout import TensorView, tensor_shapes
 from kvagent.core.specs import CacheSpec, WorkerInfo
+from kvagent.cuda.calls import CudaCalls, Gpu, Shared
+from kvagent.cuda.handover import Handover
+from kvagent.cuda.torch_cuda import TorchCuda
 from kvagent.errors import AgentError, GeometryError
-from kvagent.memory.host import MappedMemory, share_tensor
+from kvagent.memory.host import MappedMemory, share_tensor, tensor_in
 from kvagent.wire.messages import (
     Allocate,
     Allocated,
+    GpuMemory,
     Join,
     JoinAccepted,
     Register,
@@ -33,12 +37,23 @@ SLOW = 120.0
 class WorkerClient:
     """One worker's connection to the sidecar of its rank."""
 
-    def __init__(self, address: Address, *, timeout: float = 10.0) -> None:
+    def __init__(
+        self,
+        address: Address,
+        *,
+        timeout: float = 10.0,
+        cuda: CudaCalls | None = None,
+        handover: Handover | None = None,
+    ) -> None:
+        """`handover` is there when the agent is a thread of this process: see `EmbeddedAgent`.
+        `cuda` is for tests."""
+        self._cuda = cuda or TorchCuda()
+        self._handover = handover
         self._channel = Channel(address, timeout)
         self._in_process = not isinstance(address, str)
         self._info: WorkerInfo | None = None
         self._endpoint = ""
-        self._memory: MappedMemory | None = None
+        self._memory: MappedMemory | torch.Tensor | None = None
 
     def join(self, info: WorkerInfo, *, keep_cache: bool = False) -> None:
         """Says who this worker is; the first call.
@@ -63,25 +78,52 @@ class WorkerClient:
         return self._endpoint
 
     def allocate_kv_caches(
-        self, specs: Mapping[str, CacheSpec], num_blocks: int
+        self,
+        specs: Mapping[str, CacheSpec],
+        num_blocks: int,
+        device: torch.device | str = "cpu",
     ) -> dict[str, torch.Tensor]:
         """Cache memory owned by the sidecar, mapped here: one tensor per layer (and per named
         part, see `tensor_name`), of the shape that the spec's axes say. Zeroed, or as it was left
         after `join(keep_cache=True)`; `GeometryError` when specs or blocks are not the old ones.
+
+        On a GPU with `device="cuda:0"`, this process's number of it: the sidecar's torch
+        allocates, and this process opens the memory by CUDA IPC. `GeometryError` says what to set
+        when it cannot be shared, or opened. The tensors must not be used once the sidecar is gone.
         """
         info = self._joined()
+        gpu = self._gpu(torch.device(device))
         answer = self._channel.call(
-            Allocate(specs=dict(specs), num_blocks=num_blocks), timeout=SLOW
+            Allocate(specs=dict(specs), num_blocks=num_blocks, gpu=gpu.uuid if gpu else ""),
+            timeout=SLOW,
         )
-        if not isinstance(answer, Allocated):
+        if not isinstance(answer, Allocated) or (answer.memory is None) != (gpu is None):
             raise AgentError(f"unexpected answer to allocate: {type(answer).__name__}")
-        fd = self._channel.take_fd()
-        self._memory = MappedMemory(fd, answer.nbytes)
         dtypes = _dtypes(specs, info, num_blocks)
+        if gpu is None or answer.memory is None:
+            mapped = self._memory = MappedMemory(self._channel.take_fd(), answer.nbytes)
+            return {
+                name: mapped.tensor(view.shape, view.strides, view.offset, dtypes[name])
+                for name, view in answer.views.items()
+            }
+        opened = self._memory = self._open(gpu, answer.memory, answer.nbytes)
         return {
-            name: self._memory.tensor(view.shape, view.strides, view.offset, dtypes[name])
+            name: tensor_in(opened, view.shape, view.strides, view.offset, dtypes[name])
             for name, view in answer.views.items()
         }
+
+    def _gpu(self, device: torch.device) -> Gpu | None:
+        if device.type == "cpu":
+            return None
+        if device.type != "cuda":
+            raise GeometryError(f"device {device}: a cache lies on the host or on a CUDA device")
+        return self._cuda.describe(device.index or 0)
+
+    def _open(self, gpu: Gpu, memory: GpuMemory, nbytes: int) -> torch.Tensor:
+        if self._handover is not None:
+            tensor: torch.Tensor = self._handover.take(memory.handed)
+            return tensor
+        return self._cuda.open(gpu.index, Shared(memory.handle, memory.offset, nbytes))
 
     def register_kv_caches(
         self, tensors: Mapping[str, torch.Tensor], specs: Mapping[str, CacheSpec]
@@ -89,7 +131,8 @@ class WorkerClient:
         """Cache memory owned by the engine, in shared memory; strides are taken from the tensors.
 
         Raises `GeometryError` when a tensor is missing, has another shape than its spec says, or
-        lies where the sidecar cannot map it.
+        lies where the sidecar cannot map it. GPU memory of the engine's own is for `EmbeddedAgent`
+        alone: what one process got from cudaMalloc, another cannot register.
         """
         info = self._joined()
         num_blocks = _count_blocks(tensors, specs, info)
@@ -99,14 +142,27 @@ class WorkerClient:
         places: dict[int, int] = {}
         try:
             for name, tensor in tensors.items():
-                if tensor.device.type != "cpu":
-                    raise GeometryError(f"{name!r} is on {tensor.device}: only host memory yet")
+                gpu = self._cuda.device_of(tensor)
+                if gpu is None and tensor.device.type != "cpu":
+                    raise GeometryError(f"{name!r} is on {tensor.device}: on the host, or CUDA")
+                if gpu is not None and not self._in_process:
+                    raise GeometryError(
+                        f"{name!r} is on GPU {gpu}, and a sidecar cannot register memory that "
+                        "another process allocated there: take the cache from "
+                        f"allocate_kv_caches(..., device='cuda:{gpu}'), or use EmbeddedAgent"
+                    )
                 storage = tensor.untyped_storage()
                 key = storage.data_ptr()
                 if key not in places:
                     places[key] = len(ranges)
                     if self._in_process:
-                        ranges.append(SharedRange(nbytes=storage.nbytes(), address=key))
+                        ranges.append(
+                            SharedRange(
+                                nbytes=storage.nbytes(),
+                                address=key,
+                                device=-1 if gpu is None else gpu,
+                            )
+                        )
                     else:
                         shared = share_tensor(tensor)
                         fds.append(shared.fd)

@@ -1,16 +1,18 @@
-"""The consumer's table of fetches: a state machine for each, written as one table.
+r"""The consumer's table of fetches: a state machine for each, written as one table.
 
 Theory of operation. The leader feeds events in and carries out the actions that come back; the
-machine knows nothing of sockets or of who the ranks are. Reading starts together with the claim.
+machine knows nothing of sockets or of who the ranks are. Reading starts together with the claim,
+but for deferred tickets, whose bytes are only sure to be there once the claim is granted.
 When every rank is terminal and the claim was granted, the producer is asked whether the lease
 held to the end; only its yes makes a fetch good. A failure is reported once, with its first
 cause, and never while a rank may still write: `DRAINING` waits for all of them.
 
     CONNECTING --connected--> READING --ranks done, claim held--> VALIDATING --held--> DONE
-        |                        |                                    |
-        | (nothing posted)       | first failure, cancel, deadline    | no, cancel, deadline
-        v                        v                                    v
-      FAILED <--ranks done-- DRAINING                               FAILED
+        |  \                     ^ |                                  |
+        |   deferred:            | | first failure, cancel, deadline  | no, cancel, deadline
+        |   CLAIMING --claim held+ |                                  |
+        v      | (nothing posted)  v                                  v
+      FAILED <-+--ranks done-- DRAINING                             FAILED
 
 A pair of state and event that is not in the table is a late or repeated delivery, and changes
 nothing.
@@ -33,6 +35,7 @@ __all__ = ["Action", "Event", "Fetch", "FetchState", "FetchTable"]
 
 class FetchState(str, Enum):
     CONNECTING = "connecting"
+    CLAIMING = "claiming"
     READING = "reading"
     VALIDATING = "validating"
     DRAINING = "draining"
@@ -77,6 +80,8 @@ class Fetch:
     peer: str
     started: float
     deadline: float
+    deferred: bool = False
+    """Nothing may be read before the claim is granted."""
     state: FetchState = FetchState.CONNECTING
     claim_held: bool = False
     ranks_done: bool = False
@@ -98,6 +103,9 @@ class Fetch:
 
 
 def _connected(fetch: Fetch, now: float, _: str) -> list[Action]:
+    if fetch.deferred:
+        fetch.state = FetchState.CLAIMING
+        return [Action.CLAIM]
     fetch.state = FetchState.READING
     fetch.reading_since = now
     return [Action.CLAIM, Action.START_READS]
@@ -113,6 +121,13 @@ def _fail_refused(fetch: Fetch, _: float, cause: str) -> list[Action]:
     fetch.cause = fetch.cause or cause
     fetch.state = FetchState.FAILED
     return [Action.REPORT]
+
+
+def _claim_granted(fetch: Fetch, now: float, _: str) -> list[Action]:
+    fetch.state = FetchState.READING
+    fetch.claim_held = True
+    fetch.reading_since = now
+    return [Action.START_READS]
 
 
 def _claim_held(fetch: Fetch, now: float, _: str) -> list[Action]:
@@ -169,6 +184,11 @@ _TABLE: dict[tuple[FetchState, Event], Callable[[Fetch, float, str], list[Action
     (_S.CONNECTING, _E.CONNECT_FAILED): _fail_now,
     (_S.CONNECTING, _E.CANCEL): _fail_now,
     (_S.CONNECTING, _E.DEADLINE): _fail_now,
+    (_S.CLAIMING, _E.CLAIM_HELD): _claim_granted,
+    (_S.CLAIMING, _E.CLAIM_REFUSED): _fail_refused,
+    (_S.CLAIMING, _E.RANK_FAILED): _fail_now,
+    (_S.CLAIMING, _E.CANCEL): _fail_now,
+    (_S.CLAIMING, _E.DEADLINE): _fail_now,
     (_S.READING, _E.CLAIM_HELD): _claim_held,
     (_S.READING, _E.CLAIM_REFUSED): _claim_refused,
     (_S.READING, _E.RANK_FAILED): _drain,
@@ -186,6 +206,7 @@ _TABLE: dict[tuple[FetchState, Event], Callable[[Fetch, float, str], list[Action
 
 _HELD = {
     _S.CONNECTING: BlockState.RESERVED,
+    _S.CLAIMING: BlockState.RESERVED,
     _S.READING: BlockState.IN_FLIGHT,
     _S.VALIDATING: BlockState.IN_FLIGHT,
     _S.DRAINING: BlockState.QUARANTINED,

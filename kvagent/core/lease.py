@@ -12,10 +12,11 @@ that time, every byte that was read before the question is right. That is the wh
 
 An offer of blocks that a fetch still writes is `refused` at once (see `kvagent.core.ledger`).
 An ended lease stays as a tombstone, so that a second delivery is answered as the first was, and a
-late one is told why. A claim that overtakes its offer (they travel on different sockets) is
-parked for a moment, and a release is remembered as long; both and the tombstones are bounded, so
-that no stranger can make the table grow. Times are the caller's `now`, in seconds of any
-monotonic clock.
+late one is told why. A claim that overtakes its offer (they travel on different sockets) is parked
+for a moment, and a release is remembered as long; both and the tombstones are bounded, so that no
+stranger can make the table grow. A **deferred** ticket was given away before its bytes were there:
+its offer comes when they are, and its fetch reads nothing before the claim is granted. Times are
+the caller's `now`, in seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -47,7 +48,8 @@ class LeaseState(str, Enum):
 
 
 class Verdict(str, Enum):
-    """The answer to every question about a lease. All but `HELD` and `RELEASED` mean: not good."""
+    """The answer to every question about a lease. All but `HELD` and `RELEASED` mean: not good; with
+    `COMING` nothing is decided."""
 
     HELD = "held"  # claim: it is yours; complete: every byte you read is right
     RELEASED = "released"  # it ended by a release
@@ -60,6 +62,7 @@ class Verdict(str, Enum):
     REVOKED = "revoked"  # the producer's memory is not what it was
     REFUSED = "refused"  # the offer named blocks that were still being written
     QUIESCED = "quiesced"  # the producer's engine starts no transfer for the moment
+    COMING = "coming"  # claim: the bytes are not there yet; ask again
 
 
 _ENDED = {
@@ -72,13 +75,19 @@ _ENDED = {
 }
 
 
-def ticket_digest(blocks: Sequence[bytes], num_tokens: int) -> bytes:
+def ticket_digest(blocks: Sequence[bytes], num_tokens: int, deferred: bool = False) -> bytes:
     """32 bytes that stand for what a ticket offers: its tokens and the blocks that hold them, one
-    int32 string per cache group."""
+    int32 string per cache group.
+
+    `deferred`: its bytes may not be there before its claim is granted. Who is not told so, and
+    reads at once, claims with another digest and is refused.
+    """
     digest = hashlib.sha256(num_tokens.to_bytes(8, "little"))
     for group in blocks:
         digest.update(len(group).to_bytes(8, "little"))
         digest.update(group)
+    if deferred:
+        digest.update(b"deferred")
     return digest.digest()
 
 
@@ -156,8 +165,9 @@ class LeaseTable:
         request_id: str,
         blocks: Sequence[bytes],
         num_tokens: int,
+        deferred: bool = False,
     ) -> None:
-        """A new lease; `answer_parked` comes next.
+        """A new lease; `answer_parked` comes next. `deferred` as in `ticket_digest`.
 
         A second offer of the same transfer changes nothing. Raises `BlockInUseError` when a block
         is still being written; the lease has ended then.
@@ -168,7 +178,7 @@ class LeaseTable:
             transfer_id=transfer_id,
             token=token,
             request_id=request_id,
-            digest=ticket_digest(blocks, num_tokens),
+            digest=ticket_digest(blocks, num_tokens, deferred),
             expires_at=now + self.lease_seconds,
         )
         self._live[transfer_id] = lease
@@ -317,8 +327,9 @@ class LeaseTable:
 
     # ------------------------------------------------------------ time
 
-    def sweep(self, now: float) -> list[str]:
-        """Ends what ran out. Returns the fetch ids of parked claims whose offer never came.
+    def sweep(self, now: float, coming: Container[str] = ()) -> list[str]:
+        """Ends what ran out. Returns the fetch ids of parked claims whose offer never came; those
+        of the transfers in `coming` go on waiting.
 
         Every lease is looked at: expiry order is not insertion order once leases are renewed.
         """
@@ -326,7 +337,9 @@ class LeaseTable:
             self._end(now, lease, LeaseState.EXPIRED)
         for key in [key for key, until in self._early.items() if now >= until]:
             del self._early[key]
-        late = [key for key, claim in self._parked.items() if now >= claim.until]
+        late = [
+            key for key, claim in self._parked.items() if now >= claim.until and key not in coming
+        ]
         answers = [self._parked.pop(key).fetch_id for key in late]
         while self._tombstones:
             _, forget_at = next(iter(self._tombstones.values()))

@@ -126,7 +126,7 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     families: Annotated[tuple[Family, ...], msgspec.Meta(max_length=MAX_LAYERS)]
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Literal["dram", "vram"]:
         """`dram` or `vram`; one layout never mixes them."""
         return self.ranges[0].kind
 

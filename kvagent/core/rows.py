@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MAX_ENTRIES", "Numbering", "Pace", "RowList"]
+__all__ = ["MAX_ENTRIES", "Numbering", "Pace", "RowList", "row_addresses"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -93,3 +93,12 @@ class RowList:
 
     def array(self) -> npt.NDArray[np.uint64]:
         return np.concatenate(self._rows).astype(np.uint64)
+
+
+def row_addresses(rows: npt.NDArray[np.uint64], index: npt.NDArray[np.int32]) -> tuple[Ints, Ints]:
+    """Address and bytes of entries of a prepared list, N x 5 as `RowList.array` makes it."""
+    table = rows.astype(np.int64)
+    ends = np.cumsum(table[:, 4])
+    row = np.searchsorted(ends, index, side="right")
+    number = index - (ends - table[:, 4])[row]
+    return table[row, 0] + number * table[row, 3], table[row, 1]

@@ -62,16 +62,20 @@ class StagedPart:
             picked.descriptors,
         )
 
-    def copy(self, chunk: Chunk, memory: Sequence[Bytes], area: Bytes) -> None:
-        """Copy a chunk from its area to where it belongs. `memory`: all of the local ranges."""
+    def in_area(self, chunk: Chunk) -> Granules:
+        """A chunk's granules, their remote blocks numbered as they lie in its area."""
         granules = chunk.granules
-        granules = granules._replace(
+        return granules._replace(
             remote_block=np.searchsorted(chunk.blocks, granules.remote_block),
             partial=tuple(
                 place._replace(remote_block=int(np.searchsorted(chunk.blocks, place.remote_block)))
                 for place in granules.partial
             ),
         )
+
+    def copy(self, chunk: Chunk, memory: Sequence[Bytes], area: Bytes) -> None:
+        """Copy a chunk from its area to where it belongs. `memory`: all of the local ranges."""
+        granules = self.in_area(chunk)
         for permutation in self.permutations:
             permutation.copy(granules, memory, area)
 

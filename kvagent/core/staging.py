@@ -2,7 +2,8 @@
 
 Where two layouts have only short runs in common (heads outside tokens here and inside there, with
 few heads each), descriptors cost more than bytes. Then a remote block's bytes are read in their
-own order into a buffer of host memory, where they make long runs, and copied from there.
+own order into a buffer, where they make long runs, and copied from there. The buffer lies where our
+cache does, in host memory or on the GPU; where the remote rank's lies does not matter.
 
 The unit is a track of the direct plan. Which granules are wanted, and which blocks they lie in,
 is asked of that plan: both ways have the same granules, and a staged read adds only an order of
@@ -11,13 +12,13 @@ that are wanted or all of the remote rank's, whichever the estimate prefers; reg
 fit together are staged in several **parts**.
 
 The buffer is divided into `AREAS`, one chunk each, so that one is read while another is copied.
-Not for values without a token axis (states, values of whole blocks) and not for GPU memory.
+Not for values without a token axis (states, values of whole blocks).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -42,14 +43,12 @@ class Buffer(NamedTuple):
 
     address: int
     area_bytes: int
+    kind: Literal["dram", "vram"] = "dram"
+    device: int = 0
 
 
-def short_tracks(
-    local: RankLayout, remote: RankLayout, plan: ReadPlan, run_bytes: int
-) -> list[Track]:
+def short_tracks(plan: ReadPlan, run_bytes: int) -> list[Track]:
     """The tracks of a plan that may be staged, and whose mean run is shorter than `run_bytes`."""
-    if "vram" in (local.kind, remote.kind):
-        return []
     found = []
     for track in dict.fromkeys(grid.lane.track for grid in plan.grids):
         nbytes, runs = plan.per_granule(track)
@@ -72,7 +71,7 @@ def plan_staging(
     fetch does is decided by its granules: `StagedTrack.is_better`.
     """
     staged = []
-    for track in short_tracks(local, remote, plan, run_bytes):
+    for track in short_tracks(plan, run_bytes):
         nbytes, runs = plan.per_granule(track)
         granules = track.remote.block_tokens // track.granule
         direct = Work(nbytes * granules, runs * granules)
@@ -202,7 +201,7 @@ def _part(
         copies.append(Box(box.local_family, index, box.heads, ours, everything))
     tokens = track.remote.block_tokens
     area = RankLayout(
-        ranges=(MemoryRange(buffer.address, buffer.area_bytes),),
+        ranges=(MemoryRange(buffer.address, buffer.area_bytes, buffer.kind, buffer.device),),
         groups=(CacheGroup(index=0, block_size=tokens, num_blocks=capacity),),
         layers=remote.layers,
         families=tuple(staging),

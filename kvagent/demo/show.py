@@ -46,6 +46,8 @@ class Demo:
     model: str | None = None
     prompts: int = 6
     max_tokens: int = 24
+    device: str = "cpu"
+    """Of the models and their caches: `cpu` or `cuda`."""
 
     def run(self, *, as_json: bool) -> bool:
         """Whether every request went over the wire and got the tokens of an engine alone.
@@ -117,7 +119,7 @@ class Demo:
 
     def _engine(self, name: str, tp: int, prompts: Sequence[str]) -> EngineOptions:
         """An engine with room for all prompts at once, so that none waits for blocks while its
-        lease runs. A token is at least a byte; float32 on the CPU, since tokens are compared."""
+        lease runs. A token is at least a byte; float32, since tokens are compared."""
         size = 16
         tokens = [len(prompt.encode()) + 1 + self.max_tokens for prompt in prompts]
         return EngineOptions(
@@ -127,7 +129,7 @@ class Demo:
             num_blocks=sum(-(-count // size) for count in tokens),
             block_size=size,
             kv_dtype="float32",
-            device="cpu",
+            device=self.device,
         )
 
     async def _ask_all(self, console: Console, url: str, prompts: Sequence[str]) -> list[Answer]:

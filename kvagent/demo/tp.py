@@ -107,13 +107,15 @@ class Group:
             return part
         spans = [_span(rank, self.size, columns) for rank in range(self.size)]
         width = max(stop - start for start, stop in spans)
-        padded = part.new_zeros(part.shape[0], width)
+        # On the host: that is all that gloo gathers.
+        padded = torch.zeros(part.shape[0], width, dtype=part.dtype)
         padded[:, : part.shape[1]] = part
         parts = [torch.empty_like(padded) for _ in spans] if self.rank == 0 else None
         dist.gather(padded, parts)
         if parts is None:
             return None
-        return torch.cat([p[:, : b - a] for p, (a, b) in zip(parts, spans, strict=True)], dim=1)
+        whole = torch.cat([p[:, : b - a] for p, (a, b) in zip(parts, spans, strict=True)], dim=1)
+        return whole.to(part.device)
 
     def close(self) -> None:
         if self.size > 1:

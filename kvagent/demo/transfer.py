@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor
 
 from kvagent import EngineClient, FullAttentionSpec, ModelInfo, WorkerClient, WorkerInfo
@@ -32,12 +33,17 @@ READY_TIMEOUT = 60.0
 
 
 def join_sidecar(
-    options: EngineOptions, config: ModelConfig, revision: str, rank: int, leader: str | None
+    options: EngineOptions,
+    config: ModelConfig,
+    revision: str,
+    rank: int,
+    leader: str | None,
+    device: torch.device | str = "cpu",
 ) -> tuple[WorkerClient, dict[str, Tensor]]:
     """The connection of this rank's worker, and its cache tensors by layer name.
 
-    The tensors are memory of the sidecar. It outlives this process, so a peer that is reading
-    when we crash still reads what it was promised.
+    The tensors are memory of the sidecar, on the host or on a GPU. It outlives this process, so a
+    peer that is reading when we crash still reads what it was promised.
     """
     assert options.socket_template is not None
     worker = WorkerClient(options.socket_template.format(rank=rank))
@@ -61,7 +67,7 @@ def join_sidecar(
         axes=options.axes,
     )
     specs = dict.fromkeys(layer_names(config), spec)
-    return worker, worker.allocate_kv_caches(specs, num_blocks=options.num_blocks)
+    return worker, worker.allocate_kv_caches(specs, options.num_blocks, device)
 
 
 def connect_scheduler(options: EngineOptions) -> Transfers:

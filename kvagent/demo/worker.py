@@ -73,7 +73,12 @@ class Worker:
             )
             return None
         self._client, self._tensors = join_sidecar(
-            self._options, self.config, self._revision, self._rank, leader
+            self._options,
+            self.config,
+            self._revision,
+            self._rank,
+            leader,
+            self._weights.norm.device,
         )
         return self._client.endpoint
 

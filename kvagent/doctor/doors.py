@@ -17,7 +17,7 @@ import msgspec
 from kvagent.config import Config, join_address
 from kvagent.doctor.facts import Finding, Severity
 from kvagent.doctor.who import ask
-from kvagent.wire.messages import Presence
+from kvagent.errors import KVAgentError
 
 __all__ = ["Door", "check_doors", "look_at_doors"]
 
@@ -65,11 +65,17 @@ async def _control_door(config: Config) -> Door:
     if taken != IN_USE:
         return door
     local = "127.0.0.1" if host in ("*", "0.0.0.0") else "::1" if host == "::" else host
-    here = await ask(local, port, DIAL_SECONDS, config.keys)
-    if not isinstance(here, Presence):
+    try:
+        here = await ask(local, port, DIAL_SECONDS, config.keys)
+    except KVAgentError:
         return door
-    there = await ask(config.advertised_host(), port, DIAL_SECONDS, config.keys)
-    error = there if isinstance(there, str) else "another sidecar answers" * (there != here)
+    error = ""
+    try:
+        there = await ask(config.advertised_host(), port, DIAL_SECONDS, config.keys)
+        if there != here:
+            error = "another sidecar answers"
+    except KVAgentError as failure:
+        error = str(failure)
     return msgspec.structs.replace(
         door,
         sidecar=f"kvagent {here.version}, engine {here.engine_id or 'none yet'!r}",

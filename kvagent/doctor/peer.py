@@ -1,9 +1,9 @@
 """Reads from a running engine, as a consumer would. Run as a process.
 
-`peer HOST PORT KEYS` (the folder of keys, or an empty word) asks the engine's leader who it is,
-says hello with the shape that it is told, meets every rank, checks each one's canary, reads from
-its cache memory into a buffer that nobody looks at, and prints a `PeerRead` as JSON. Nothing is
-claimed and nothing is written, and a rank only shows its memory to whoever gets through the
+`peer HOST PORT KEYS` (the folder of keys, or an empty word) knocks, asks the engine's leader who
+it is, says hello with the shape that it is told, meets every rank, checks each one's canary, reads
+from its cache memory into a buffer that nobody looks at, and prints a `PeerRead` as JSON. Nothing
+is claimed and nothing is written, and a rank only shows its memory to whoever gets through the
 handshake.
 """
 
@@ -16,6 +16,7 @@ import uuid
 import msgspec
 
 from kvagent.config import join_address
+from kvagent.doctor.knock import Knock, Reach, knock
 from kvagent.doctor.memory import Sample, make_sample
 from kvagent.doctor.reading import NBYTES, Reading, new_fabric, read_peer
 from kvagent.doctor.who import ask
@@ -41,19 +42,27 @@ class RankRead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerRead(msgspec.Struct, frozen=True, kw_only=True):
-    """`error`: why the handshake went no further."""
+    """`error`: why the handshake went no further; `refused`: that is what the peer said.
+    `knock`: None when not even that was tried."""
 
+    knock: Knock | None = None
     presence: Presence | None = None
     ranks: tuple[RankRead, ...] = ()
     error: str = ""
+    refused: bool = False
 
 
 async def examine(host: str, port: int, keys: str) -> PeerRead:
-    presence = await ask(host, port, CALL_SECONDS, keys)
-    if isinstance(presence, str):
-        return PeerRead(error=presence)
+    found = await asyncio.to_thread(knock, host, port)
+    if found.reach is not (Reach.LOCKED if keys else Reach.OPEN):
+        return PeerRead(knock=found)
+    try:
+        presence = await ask(host, port, CALL_SECONDS, keys)
+    except KVAgentError as error:
+        refused = isinstance(error, HandshakeError)
+        return PeerRead(knock=found, error=str(error), refused=refused)
     if presence.shape is None:
-        return PeerRead(presence=presence)
+        return PeerRead(knock=found, presence=presence)
     control = Control(keys=keys)
     try:
         hello = Hello(
@@ -69,9 +78,9 @@ async def examine(host: str, port: int, keys: str) -> PeerRead:
             await _read_rank(control, hello, card, sample, f"doctor-peer-{index}")
             for index, card in enumerate(welcome.ranks)
         ]
-        return PeerRead(presence=presence, ranks=tuple(ranks))
+        return PeerRead(knock=found, presence=presence, ranks=tuple(ranks))
     except KVAgentError as error:
-        return PeerRead(presence=presence, error=str(error))
+        return PeerRead(knock=found, presence=presence, error=str(error))
     finally:
         await control.close()
 

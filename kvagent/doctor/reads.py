@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 
 from kvagent.doctor.facts import Finding, Severity
 from kvagent.doctor.host import SHARE_PID
+from kvagent.doctor.keys import Ring
 from kvagent.doctor.peer import PeerRead, RankRead
+from kvagent.doctor.reach import why_closed
 from kvagent.doctor.reading import Reading
 from kvagent.doctor.selfread import SelfRead
 from kvagent.fabric.place import Place
 
 __all__ = ["check_peer", "check_places", "check_self_read"]
 
+VERSION = version("kvagent")
 SLOW = 8
 """A read that takes so many times as long as a copy did not go from memory to memory."""
 NOT_SHARED = "cma and cuda_ipc are near to a plain copy: see the checks transports and isolation"
@@ -45,23 +49,21 @@ def check_peer(
     transports: Mapping[str, str],
     here: Place,
     *,
+    ring: Ring | None,
     this_host_only: bool,
 ) -> Iterator[Finding]:
-    """`transports` as UCX named them, by fabric. `this_host_only`: our own sidecar binds to
-    loopback."""
+    """`transports` as UCX named them, by fabric. `ring`: our keys, if we have any.
+    `this_host_only`: our own sidecar binds to loopback."""
     check = f"peer {address}"
     presence = peer.presence
     if presence is None:
-        yield Finding(
-            check,
-            Severity.ERROR,
-            peer.error,
-            "is that the leader's control address (--bind), and does no firewall stand between?",
-        )
+        yield Finding(check, Severity.ERROR, *why_closed(peer, ring))
         return
     same_host = bool(here.same_host(presence.place))
     engine = f"engine {presence.engine_id!r}" if presence.engine_id else "no engine yet"
-    found = f"kvagent {presence.version}, {engine}, {'this' if same_host else 'another'} host"
+    other = "" if presence.version == VERSION else f" ({VERSION} here)"
+    host = "this host" if same_host else "another host"
+    found = f"kvagent {presence.version}{other}, {engine}, {host}"
     if presence.shape is None:
         yield Finding(
             check,

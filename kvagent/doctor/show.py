@@ -14,8 +14,9 @@ from kvagent.doctor.children import run_child, ucx_warnings
 from kvagent.doctor.collect import read_machine
 from kvagent.doctor.doors import check_doors, look_at_doors
 from kvagent.doctor.facts import Finding, Machine, Severity, Ucx, worst
+from kvagent.doctor.gpus import check_nics
 from kvagent.doctor.host import check_huge_pages, check_isolation, check_shm
-from kvagent.doctor.keys import check_keys, look_at_keys
+from kvagent.doctor.keys import check_keys, look_at_keys, read_ring
 from kvagent.doctor.peer import PeerRead
 from kvagent.doctor.reading import WATCH, carriers
 from kvagent.doctor.reads import check_peer, check_self_read
@@ -70,10 +71,12 @@ def _look(
     machine = read_machine()
     progress("asking UCX what it finds")
     yield from check_machine(machine, _ask_ucx(environ), this_host_only=local)
+    yield from check_nics(os.environ)
     progress("trying the ports")
     yield from check_doors(asyncio.run(look_at_doors(config)), this_host_only=local)
-    if config.keys:
-        yield from check_keys(config.keys, look_at_keys(Path(config.keys)), machine.place.uid)
+    ring = read_ring(config.keys) if config.keys else None
+    if ring is not None:
+        yield from check_keys(ring, look_at_keys(Path(ring.folder)), machine.place.uid)
     for kind in _kinds(machine):
         progress(f"reading {kind} memory from another process")
         outcome = run_child("selfread", [kind], SelfRead, {**environ, **WATCH})
@@ -86,7 +89,12 @@ def _look(
         )
         read_there = found.value or PeerRead(error=found.error)
         yield from check_peer(
-            peer, read_there, carriers(found.log), machine.place, this_host_only=local
+            peer,
+            read_there,
+            carriers(found.log),
+            machine.place,
+            ring=ring,
+            this_host_only=local,
         )
 
 

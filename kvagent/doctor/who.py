@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvagent.errors import ConfigError, KVAgentError
+from kvagent.errors import HandshakeError
 from kvagent.wire.control import Control
 from kvagent.wire.messages import Presence, Who
 from kvagent.wire.peer import PeerClient
@@ -10,22 +10,21 @@ from kvagent.wire.peer import PeerClient
 __all__ = ["ask"]
 
 
-async def ask(host: str, port: int, timeout: float, keys: str = "") -> Presence | str:
-    """Its answer, or why there is none. `keys` is the folder of keys, or empty."""
-    try:
-        control = Control(keys=keys)
-    except ConfigError as error:
-        return str(error)
+async def ask(host: str, port: int, timeout: float, keys: str = "") -> Presence:
+    """Its answer. `keys` is the folder of keys, or empty.
+
+    Raises `ConfigError` for keys that cannot be used, `PeerGoneError` when nothing came,
+    `HandshakeError` when it refused or said something else.
+    """
+    control = Control(keys=keys)
     try:
         client = PeerClient(control, host, port)
         try:
             answer = await client.call(Who(), timeout)
         finally:
             await client.close()
-    except KVAgentError as error:
-        return str(error)
     finally:
         await control.close()
     if isinstance(answer, Presence):
         return answer
-    return f"{client} answered Who with {type(answer).__name__}"
+    raise HandshakeError(f"{client} answered Who with {type(answer).__name__}")

@@ -173,13 +173,16 @@ class Fabric(Protocol):
     def metadata(self) -> PeerMetadata:
         """Opens everything that is registered by now to a peer."""
 
-    async def start(self) -> None: ...
+    async def start(self, bind: Callable[[], None] | None = None) -> None:
+        """`bind`, when memory of a GPU will be registered: binds its context to the calling thread.
+        It runs first on the thread that registers and reads."""
 
     async def close(self) -> None:
         """Ends all reads, as `fence` does, and serves no more. Safe to call twice."""
 
     async def register(self, ranges: Sequence[MemoryRange]) -> None:
-        """Adds memory, to read into and to be read from. It must stay mapped until `close`."""
+        """Adds memory, to read into and to be read from, which stays mapped until `close`. `device`
+        of a GPU's ("vram") is the number that this process has for it."""
 
     async def connect(self, meta: PeerMetadata) -> RemoteAgent:
         """Loads the peer's metadata and reads its probe, which also warms the path up.

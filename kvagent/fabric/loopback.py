@@ -79,7 +79,10 @@ class LoopbackFabric:
         *,
         options: Mapping[str, str] | None = None,
         piece_bytes: int = 16 << 20,
+        vram: bool = False,
     ) -> None:
+        """`vram`: what calls itself GPU memory is host memory, of a stand-in for CUDA."""
+        self._vram = vram
         self.faults = Faults()
         self.trouble = ""
         self.reads = 0
@@ -126,7 +129,9 @@ class LoopbackFabric:
             options=self._options,
         )
 
-    async def start(self) -> None:
+    async def start(self, bind: Callable[[], None] | None = None) -> None:
+        if bind is not None:
+            bind()
         self._network.fabrics[self._name] = self
         probe = MemoryRange(ctypes.addressof(self._canary), PROBE_BYTES)
         self._ranges = [probe]
@@ -174,7 +179,7 @@ class LoopbackFabric:
         remote_kind: Kind = "dram",
     ) -> Prepared:
         self._check_handle(remote)
-        if "vram" in (local_kind, remote_kind):
+        if "vram" in (local_kind, remote_kind) and not self._vram:
             raise FabricError("the loopback fabric copies host memory only")
         prepared = _Prepared(remote, Rows(local_rows), Rows(remote_rows))
         self._handles.add(prepared)

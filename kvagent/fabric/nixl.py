@@ -92,13 +92,13 @@ class NixlFabric:
             raise FabricError("the fabric is not started")
         return self._metadata
 
-    async def start(self) -> None:
+    async def start(self, bind: Callable[[], None] | None = None) -> None:
         assert self._thread is None
         self._loop = asyncio.get_running_loop()
         started: asyncio.Future[None] = self._future()
         # A daemon: a process that ends without close() must not hang.
         self._thread = threading.Thread(
-            target=self._main, args=(started,), name="kvagent-fabric", daemon=True
+            target=self._main, args=(started, bind), name="kvagent-fabric", daemon=True
         )
         self._open = True
         self._thread.start()
@@ -236,9 +236,11 @@ class NixlFabric:
         except RuntimeError:
             pass  # the loop was closed first: nobody waits
 
-    def _main(self, started: asyncio.Future[None]) -> None:
+    def _main(self, started: asyncio.Future[None], bind: Callable[[], None] | None = None) -> None:
         worker: NixlWorker | None = None
         try:
+            if bind is not None:
+                bind()
             worker = self._make_worker()
             self._settle(started, None)
             self._serve(worker)

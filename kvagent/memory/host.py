@@ -6,7 +6,7 @@ shares in its own way (torch's sharing, a memfd, a file in /dev/shm).
 
 Tensors are views without a copy. They keep the mapping alive: `close` gives up our own hold, and
 the pages go with the last tensor. What is registered with a fabric must outlive it; that is the
-caller's business. Nothing here is for GPU memory.
+caller's business. GPU memory: `kvagent.cuda`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ import torch
 
 from kvagent.errors import GeometryError
 
-__all__ = ["HostMemory", "MappedMemory", "Pages", "SharedTensor", "share_tensor"]
+__all__ = [
+    "HostMemory",
+    "MappedMemory",
+    "Pages",
+    "SharedTensor",
+    "share_tensor",
+    "tensor_in",
+]
 
 Pages = Literal["huge", "transparent", "ordinary"]
 _Bytes = npt.NDArray[np.uint8]
@@ -66,19 +73,10 @@ class MappedMemory:
         """A view; `strides` and `offset` in bytes. `GeometryError` when it does not lie inside."""
         if self._bytes is None:
             raise GeometryError("this memory is closed")
-        size = dtype.itemsize
-        last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-        if min(shape, default=1) < 1 or min(strides, default=0) < 0:
-            raise GeometryError(f"shape {tuple(shape)}, strides {tuple(strides)} of a tensor")
-        if any(value % size for value in (self.address + offset, *strides)):
-            raise GeometryError(f"offset {offset}, strides {tuple(strides)}: {dtype} is misaligned")
-        if offset < 0 or offset + last + size > self.nbytes:
-            raise GeometryError(
-                f"a tensor from {offset} to {offset + last + size} in {self.nbytes} bytes"
-            )
+        end = _end_of(self.address, self.nbytes, shape, strides, offset, dtype)
         # By way of numpy, since torch.frombuffer does not keep the mapping from being closed.
-        flat = torch.from_numpy(self._bytes[offset : offset + last + size]).view(dtype)
-        return flat.as_strided(tuple(shape), [stride // size for stride in strides])
+        flat = torch.from_numpy(self._bytes[offset:end]).view(dtype)
+        return flat.as_strided(tuple(shape), [stride // dtype.itemsize for stride in strides])
 
     def close(self) -> None:
         """Unmaps, now or when the last tensor is gone. Safe to call twice."""
@@ -89,6 +87,42 @@ class MappedMemory:
             except BufferError:
                 pass  # tensors hold it
             self._map = None
+
+
+def tensor_in(
+    memory: torch.Tensor,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """A view into flat uint8 memory, of the host or of a GPU; `strides` and `offset` in bytes.
+
+    Raises `GeometryError` when it does not lie inside.
+    """
+    end = _end_of(memory.data_ptr(), memory.numel(), shape, strides, offset, dtype)
+    flat = memory[offset:end].view(dtype)
+    steps = [stride // dtype.itemsize for stride in strides]
+    return flat.as_strided(tuple(shape), steps, flat.storage_offset())
+
+
+def _end_of(
+    address: int,
+    nbytes: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+) -> int:
+    size = dtype.itemsize
+    last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    if min(shape, default=1) < 1 or min(strides, default=0) < 0:
+        raise GeometryError(f"shape {tuple(shape)}, strides {tuple(strides)} of a tensor")
+    if any(value % size for value in (address + offset, *strides)):
+        raise GeometryError(f"offset {offset}, strides {tuple(strides)}: {dtype} is misaligned")
+    if offset < 0 or offset + last + size > nbytes:
+        raise GeometryError(f"a tensor from {offset} to {offset + last + size} in {nbytes} bytes")
+    return offset + last + size
 
 
 class HostMemory(MappedMemory):

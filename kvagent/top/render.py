@@ -58,7 +58,7 @@ def overview(answers: Sequence[Answer | Lost]) -> Table:
         table.add_row(
             Text(answer.address),
             _name(report.engine_id or "–"),
-            "–" if report.rank is None else f"{report.rank} of {report.world_size}",
+            _rank(report),
             _state(report),
             f"{amount(report.throughput.rate)}/s",
             Text(_spark(report.throughput.read_bytes), "cyan"),
@@ -142,6 +142,15 @@ def _peers(peers: Sequence[PeerRow]) -> Table:
 def _name(text: str) -> Text:
     """In one line; the end goes when there is no room."""
     return Text(text, no_wrap=True, overflow="ellipsis")
+
+
+def _rank(report: Report) -> str:
+    """Ranks are counted from 0, and 0 leads."""
+    if report.rank is None or report.world_size is None:
+        return "–"
+    if report.rank:
+        return f"{report.rank}, follower"
+    return "0, alone" if report.world_size == 1 else f"0, leads {report.world_size}"
 
 
 def _state(report: Report) -> Text:

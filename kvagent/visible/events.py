@@ -12,7 +12,8 @@ __all__ = ["FetchEnd"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchEnd:
     """One fetch, at its end. `cause` is `name: text`, the first thing that went wrong, and empty
-    when nothing did; `stage` and `rank` are where that was (`rank` None: not in one rank's read).
+    when nothing did; `stage` and `rank` are where that was (`rank` None: not in one rank's read;
+    `stage` "quiesced": this engine was, and the fetch had not begun).
     `nbytes` have arrived, of `wanted` (0: it was not known yet) at this sidecar's own rank."""
 
     request_id: str

@@ -1,5 +1,8 @@
 """The figures of /metrics: each made of /status when it is scraped, with its unit and its scope.
 
+A counter by cause has every cause from the start, at 0: a series that begins with its first event
+hides that event from Prometheus' rate().
+
 Scope `engine`: the whole engine, counted at its leader (followers show zeros); `rank`: this
 sidecar's own rank. Label values come from fixed sets, but for the ids of at most `MAX_PEERS` peers.
 """
@@ -11,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from kvagent.agent.causes import CAUSES
+from kvagent.core.lease import LeaseState
 
 __all__ = ["FIGURES", "MAX_PEERS", "Figure", "Scope", "Status", "Values"]
 
@@ -44,6 +48,7 @@ def _each(field: str, *names: str) -> Callable[[Status], Values]:
     }
 
 
+_OPEN = (LeaseState.OFFERED, LeaseState.CLAIMED)
 _IDENTITY = ("version", "engine_id", "rank", "role")
 
 
@@ -53,11 +58,15 @@ def _text(value: object) -> str:
 
 def _causes(status: Status) -> Values:
     """A peer's answer can be the beginning of a cause: what is not ours is `protocol`."""
-    found: dict[tuple[str, ...], float] = {}
+    found: dict[tuple[str, ...], float] = {(cause,): 0 for cause in ("ok", *sorted(CAUSES))}
     for cause, count in status["fetches_ended"].items():
-        known = cause if cause == "ok" or cause in CAUSES else "protocol"
-        found[(known,)] = found.get((known,), 0) + count
+        found[(cause,) if (cause,) in found else ("protocol",)] += count
     return found
+
+
+def _lease_ends(status: Status) -> Values:
+    ended = status["leases_ended"]
+    return {(state.value,): ended.get(state.value, 0) for state in LeaseState if state not in _OPEN}
 
 
 def _shown(status: Status) -> Sequence[Status]:
@@ -144,7 +153,7 @@ FIGURES = (
         "counter",
         "engine",
         "leases that ended; a rising `expired` means that blocks are held for nothing",
-        _each("leases_ended"),
+        _lease_ends,
         ("how",),
     ),
     Figure(

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 __all__ = ["UNREACHABLE", "PeerHealth"]
 
-UNREACHABLE = frozenset({"peer_gone", "handshake", "transport"})
-"""Causes that speak of the way to a peer. After any other one the peer has answered."""
+UNREACHABLE = frozenset({"peer_gone", "handshake", "transport", "timed_out"})
+"""Causes that speak of the way to a peer, or of a peer that hangs. After any other one the peer has
+answered."""
 IN_A_ROW = 3
 FORGET_SECONDS = 30.0
 MAX_PEERS = 256
@@ -34,7 +35,7 @@ class PeerHealth:
         self._peers: OrderedDict[str, _Record] = OrderedDict()
 
     def ended(self, now: float, peer: str, cause: str) -> None:
-        """A fetch from `peer` ended; `cause` is a name, "ok" for a good one."""
+        """A fetch from `peer` that had begun ended; `cause` is a name, "ok" for a good one."""
         record = self._peers.pop(peer, None) or _Record()
         if cause in UNREACHABLE:
             record.failed += 1

@@ -32,11 +32,15 @@ class Watch:
         self.histograms = Histograms()
         self.listeners: list[Callable[[FetchEnd], None]] = [
             log_end,
-            lambda end: self.health.ended(time.monotonic(), end.peer, end.name),
+            self._note_health,
             lambda end: self.failures.add(time.monotonic(), end),
             self.histograms.observe,
             trace_end,
         ]
+
+    def _note_health(self, end: FetchEnd) -> None:
+        if end.stage != "quiesced":  # the peer was not even asked
+            self.health.ended(time.monotonic(), end.peer, end.name)
 
     def fetch_ended(self, end: FetchEnd) -> None:
         """Each listener is told, whatever the others do."""

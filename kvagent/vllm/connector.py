@@ -118,6 +118,11 @@ class KVAgentConnector(KVConnectorBase_V1):
 
     # ------------------------------------------------------------ both, and neither
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """No (vLLM 0.33 asks): a sleeping engine's cache moves, and the agent has it mapped."""
+        return False
+
     def shutdown(self) -> None:
         for side in (self._scheduler, self._worker):
             if side is not None:

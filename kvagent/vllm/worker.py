@@ -148,7 +148,8 @@ def _share(tensor: torch.Tensor) -> None:
     see the new place."""
     if tensor.device.type != "cpu":
         raise GeometryError(
-            f"the KV cache is on {tensor.device}; a sidecar can only map host memory"
+            f"the KV cache is on {tensor.device}, where a sidecar cannot map it: set "
+            '"embedded": true in kv_connector_extra_config'
         )
     storage = tensor.untyped_storage()
     if storage.is_shared():

@@ -71,23 +71,39 @@ class Allocate(Message, frozen=True, tag="allocate"):
 
     specs: dict[str, CacheSpec]
     num_blocks: int
+    gpu: Id = ""
+    """The uuid of the GPU whose memory it shall be; empty: host memory."""
+
+
+class GpuMemory(Message, frozen=True):
+    """Memory that the sidecar owns on GPU `gpu`: the legacy CUDA IPC handle of its allocation and
+    the place in it. Between threads of one process, whose handles CUDA does not open, the number
+    under which the tensor was handed over."""
+
+    gpu: Id
+    handle: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+    offset: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
+    handed: int = 0
 
 
 class Allocated(Message, frozen=True, tag="allocated"):
-    """Comes with one file descriptor of `nbytes` bytes; `views` say where each tensor lies."""
+    """Comes with one file descriptor of `nbytes` bytes, or with `memory` on a GPU; `views` say
+    where each tensor lies."""
 
     nbytes: int
     views: dict[str, TensorView]
     pages: str
+    memory: GpuMemory | None = None
 
 
 class SharedRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Engine-owned memory: `nbytes` from `offset` of the descriptor sent along, or, between
-    threads of one process, the plain `address`."""
+    threads of one process, the plain `address`, of GPU `device` unless that is negative."""
 
     nbytes: int
     offset: int = 0
     address: int = 0
+    device: int = -1
 
 
 class Register(Message, frozen=True, tag="register"):
@@ -127,14 +143,21 @@ class Ready(Message, frozen=True, tag="ready"):
     lease_seconds: float
     orphan_seconds: float = 0.0
     """After this sidecar's death other ranks' sidecars may write for so long."""
+    deferred: bool = False
+    """Every ticket of this engine is given away before its bytes are there to be read."""
 
 
 class Offer(Message, frozen=True, tag="offer"):
+    """`event`: the number under which a CUDA event was handed over, which has to pass first; 0:
+    none. `deferred`: the ticket says so."""
+
     request_id: str
     transfer_id: str
     token: bytes
     blocks: tuple[bytes, ...]
     num_tokens: Count
+    event: int = 0
+    deferred: bool = False
 
 
 class Fetch(Message, frozen=True, tag="fetch"):
@@ -153,6 +176,7 @@ class Fetch(Message, frozen=True, tag="fetch"):
     local_blocks: tuple[bytes, ...]
     start_token: Count = 0
     traceparent: str = ""
+    deferred: bool = False
 
 
 class Hold(Message, frozen=True, tag="hold"):
@@ -166,6 +190,7 @@ class Hold(Message, frozen=True, tag="hold"):
     token: bytes
     num_tokens: Count
     remote_blocks: tuple[bytes, ...]
+    deferred: bool = False
 
 
 class ReleaseTicket(Message, frozen=True, tag="release_ticket"):
@@ -268,7 +293,8 @@ local_codec: Codec[Local] = Codec(Local, MAX_LOCAL_BYTES)
 class RankCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One rank of an engine: where its sidecar listens and what its memory holds.
 
-    `incarnation` changes whenever the sidecar, its fabric or its memory is a new one.
+    `incarnation` changes whenever the sidecar, its fabric or its memory is a new one. `mirrored`:
+    what is read is a mirror of the cache, which lies on a GPU; all ranks of an engine agree on it.
     """
 
     tp_rank: int
@@ -277,6 +303,7 @@ class RankCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     port: int
     incarnation: Id
     layout: RankLayout
+    mirrored: bool = False
 
 
 class JoinLeader(Message, frozen=True, tag="join_leader"):
@@ -458,6 +485,15 @@ class AbortPart(Message, frozen=True, tag="abort_part"):
     fence: bool = False
 
 
+class CopyDown(Message, frozen=True, tag="copy_down"):
+    """Leader -> follower with a mirror: have these blocks copied into it. -> `Ok`, when they are;
+    asking again copies again, the same bytes."""
+
+    leader: Id
+    blocks: tuple[bytes, ...]
+    num_tokens: Count
+
+
 class Drop(Message, frozen=True, tag="drop"):
     """Leader -> follower: that engine is gone. -> `Ok`."""
 
@@ -488,6 +524,7 @@ Peer = (
     | PartState
     | PartDone
     | AbortPart
+    | CopyDown
     | Drop
     | Ok
 )
