@@ -21,7 +21,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from kvagent.errors import ConfigError, HandshakeError, PeerGoneError, ProtocolError
 from kvagent.wire.control import Control
@@ -34,6 +33,7 @@ from kvagent.wire.messages import (
     peer_codec,
 )
 from kvagent.wire.refusals import Complaints, Patience
+from kvagent.wire.sockets import LoopSocket
 
 log = logging.getLogger("kvagent.peer")
 
@@ -77,7 +77,7 @@ class PeerServer:
         self.rejected = 0
         self._socket = self._new_socket()
 
-    def _new_socket(self) -> zmq.asyncio.Socket:
+    def _new_socket(self) -> LoopSocket:
         socket = self._control.socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         socket.setsockopt(zmq.RCVHWM, RECEIVE_WINDOW)
@@ -131,7 +131,7 @@ class PeerServer:
     async def _receive(self) -> None:
         while True:
             try:
-                frames = await self._socket.recv_multipart(copy=False)
+                frames = await self._socket.receive_frames()
                 identity = frames[0].bytes
                 if self._patience.lost(identity, time.monotonic()):
                     await self._ignore()
@@ -190,9 +190,7 @@ class PeerServer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(
-        self, socket: zmq.asyncio.Socket, identity: bytes, call: int, message: Peer
-    ) -> None:
+    async def _answer(self, socket: LoopSocket, identity: bytes, call: int, message: Peer) -> None:
         answering = self._answering
         try:
             answer = await self._handler(message)
@@ -208,9 +206,7 @@ class PeerServer:
             self._patience.refused(identity, time.monotonic())
         await self._send(socket, identity, call, answer)
 
-    async def _send(
-        self, socket: zmq.asyncio.Socket, identity: bytes, call: int, message: Peer
-    ) -> None:
+    async def _send(self, socket: LoopSocket, identity: bytes, call: int, message: Peer) -> None:
         """Over the connection that the question came by, if there still is one."""
         head = HEAD.pack(MAGIC, PROTOCOL, call)
         try:
@@ -296,6 +292,12 @@ class PeerClient:
         self, frames: list[bytes], message: Peer, answer: asyncio.Future[Peer], left: float
     ) -> None:
         """Sends once connected; whether it did, shows in `answer`. `close` sets that first."""
+        try:
+            if self._control.send_now(self._socket, frames):
+                return
+        except zmq.ZMQError as failed:
+            log.debug("%s: not sent: %s", self, failed)
+            return
         sending = asyncio.ensure_future(self._control.send(self._socket, frames, message))
         either: set[asyncio.Future[Any]] = {sending, answer}
         try:
@@ -308,7 +310,7 @@ class PeerClient:
 
     async def _read(self) -> None:
         while True:
-            frames = await self._socket.recv_multipart()
+            frames = await self._socket.receive()
             try:
                 if len(frames) != 2 or len(frames[0]) != HEAD.size:
                     raise ProtocolError(f"an answer of {len(frames)} frames")
