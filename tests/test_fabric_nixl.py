@@ -410,7 +410,7 @@ def test_segments_from_the_environment_must_be_the_same(
         async def body() -> None:
             async with Reader() as reader:
                 with pytest.raises(
-                    HandshakeError, match="are 262144 and 262144 .* 65536 and 65536"
+                    HandshakeError, match=r"are 262144 and 262144 .* 65536 and 65536"
                 ):
                     await reader.fabric.connect(tcp_peer.meta)
                 _, prepared = await reader.prepare(alike)
@@ -452,7 +452,7 @@ def test_own_segments(environ: dict[str, str], found: Segments) -> None:
 
 @pytest.mark.parametrize("text", ["auto", "inf", "", "12", "1g", "-1k"])
 def test_segments_that_are_no_sizes(text: str) -> None:
-    with pytest.raises(ConfigError, match="UCX_TCP_TX_SEG_SIZE=.*: kvagent needs a size from 1k"):
+    with pytest.raises(ConfigError, match=r"UCX_TCP_TX_SEG_SIZE=.*: kvagent needs a size from 1k"):
         own_segments({"UCX_TCP_TX_SEG_SIZE": text})
 
 

@@ -8,7 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ from kvagent.wire.messages import (
     peer_codec,
 )
 from kvagent.wire.peer import HEAD, MAGIC, PeerClient, PeerServer
+from kvagent.wire.sockets import MAX_FRAMES, LoopSocket
 
 LONG = 20.0
 """A bound against hangs, never reached."""
@@ -341,12 +342,33 @@ def test_any_frames_are_a_protocol_error_or_a_call(frames: list[bytes]) -> None:
     async def work() -> None:
         async with sockets() as control:
             server = PeerServer(control, echo)
-            for given_frames in ([b"id", *frames], [b"id", HEADER, *frames]):
+            for given_frames in (frames, [HEADER, *frames], [HEADER, GOOD, HEADER, *frames]):
                 try:
-                    server._accept(given_frames)
+                    server._accept(b"id", given_frames)
                 except ProtocolError:
                     pass
             await server.close()
+
+    run(work())
+
+
+def test_calls_of_one_moment_share_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    deliver_now = LoopSocket.deliver_now
+
+    def counted(self: LoopSocket, frames: Sequence[bytes]) -> bool:
+        sent.append(len(frames))
+        return deliver_now(self, frames)
+
+    monkeypatch.setattr(LoopSocket, "deliver_now", counted)
+
+    async def work() -> None:
+        async with serving(echo) as (_, _, client):
+            await check(client, "first")  # connected
+            sent.clear()
+            await asyncio.gather(*(check(client, f"number {n}") for n in range(200)))
+            assert max(sent) <= MAX_FRAMES + 1
+            assert len(sent) < 100  # of 200 questions and 200 answers
 
     run(work())
 

@@ -189,10 +189,6 @@ class Control:
 
     # ------------------------------------------------------------ sending
 
-    def send_now(self, socket: LoopSocket, frames: Sequence[bytes]) -> bool:
-        """Sends if that is possible at once, and there is no drill. Raises `zmq.ZMQError`."""
-        return self.chaos is None and socket.deliver_now(frames)
-
     async def send(self, socket: LoopSocket, frames: Sequence[bytes], message: Peer) -> None:
         """Sends `frames`, which hold `message`. Raises `zmq.ZMQError`."""
         if self.chaos is None:

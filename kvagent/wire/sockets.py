@@ -8,14 +8,20 @@ message that can go or come at once does, without a future, a callback or a poll
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
 
-__all__ = ["LoopContext", "LoopSocket"]
+__all__ = ["MAX_FRAMES", "Bundle", "LoopContext", "LoopSocket"]
 
+log = logging.getLogger("kvagent.control")
+
+MAX_FRAMES = 64
+MAX_BYTES = 1 << 20
+"""Of a bundle, about."""
 TURN = 16
 """Messages that a receiver may take before everybody else has a turn."""
 
@@ -89,6 +95,14 @@ class LoopSocket(zmq.Socket[bytes]):
         super().disconnect(addr)
         self._look()
 
+    @property
+    def writable(self) -> bool:
+        """Whether there is somebody to send to, and room."""
+        events: Any = self.getsockopt(zmq.EVENTS)
+        if events & zmq.POLLIN and self._receiver is not None and not self._receiver.done():
+            self._receiver.set_result(None)
+        return bool(events & zmq.POLLOUT)
+
     def close(self, linger: int | None = None) -> None:
         """Who waits gets a `zmq.ZMQError`."""
         if self._loop is not None and self._watched >= 0:
@@ -128,3 +142,38 @@ class LoopContext(zmq.Context[LoopSocket]):
     """Makes such sockets, those that monitor others included."""
 
     _socket_class = LoopSocket
+
+
+class Bundle:
+    """What is sent to one peer within one turn of the event loop, as one message of many frames:
+    waking the other side costs more than the message."""
+
+    def __init__(
+        self, socket: LoopSocket, first: Sequence[bytes], gone: Callable[[], object] = lambda: None
+    ) -> None:
+        """`first` are the first frames of every message; `gone` is called when it is on its way."""
+        self._socket = socket
+        self._first = first
+        self._gone = gone
+        self._frames: list[bytes] = []
+        self._size = 0
+
+    def add(self, frames: Sequence[bytes]) -> None:
+        if not self._frames:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._frames += frames
+        self._size += sum(map(len, frames))
+        if len(self._frames) >= MAX_FRAMES or self._size >= MAX_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Sends; what cannot be sent now is lost."""
+        frames, self._frames, self._size = self._frames, [], 0
+        if not frames:
+            return
+        self._gone()
+        try:
+            if not self._socket.closed:
+                self._socket.deliver_now([*self._first, *frames])
+        except zmq.ZMQError as error:
+            log.debug("not sent: %s", error)
