@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import zmq
-import zmq.asyncio
 
 from kvagent.core.chaos import ChaosConfig, Fault, FaultAt
 from kvagent.errors import ConfigError
 from kvagent.wire.control import Control
 from kvagent.wire.messages import Ok, Peer, Release
+from kvagent.wire.sockets import LoopSocket
 
 LONG = 20.0
 """Seconds; a bound against hangs."""
@@ -36,7 +36,7 @@ class Pair:
         self.port = self.router.bind_to_random_port("tcp://127.0.0.1")
         self.dealer = self.connected()
 
-    def connected(self) -> zmq.asyncio.Socket:
+    def connected(self) -> LoopSocket:
         dealer = self.control.socket(zmq.DEALER)
         dealer.connect(f"tcp://127.0.0.1:{self.port}")
         return dealer
@@ -48,7 +48,7 @@ class Pair:
         return [await self.next() for _ in range(count)]
 
     async def next(self) -> bytes:
-        frames = await asyncio.wait_for(self.router.recv_multipart(), LONG)
+        frames = await asyncio.wait_for(self.router.receive(), LONG)
         return frames[-1]
 
 
@@ -74,7 +74,7 @@ async def all_arrive(chaos: ChaosConfig | None, sent: Sequence[bytes]) -> list[b
     async with pair(chaos) as made:
         for text in sent:
             await made.send(text)
-        await made.dealer.send_multipart([b"head", b"end"])
+        await made.dealer.deliver([b"head", b"end"])
         found: list[bytes] = []
         while (text := await made.next()) != b"end":
             found.append(text)
@@ -154,12 +154,12 @@ def test_each_peer_of_a_router_has_an_order_of_its_own() -> None:
             dealers = [made.dealer, made.connected()]
             names = []
             for dealer in dealers:
-                await dealer.send_multipart([b"head", b"hello"])
-                names.append((await made.router.recv_multipart())[0])
+                await dealer.deliver([b"head", b"hello"])
+                names.append((await made.router.receive())[0])
             for name, text in ((names[0], b"1"), (names[1], b"other"), (names[0], b"2")):
                 await made.control.send(made.router, [name, b"head", text], Ok())
-            assert (await dealers[1].recv_multipart())[-1] == b"other"
-            found = [(await dealers[0].recv_multipart())[-1] for _ in range(2)]
+            assert (await dealers[1].receive())[-1] == b"other"
+            found = [(await dealers[0].receive())[-1] for _ in range(2)]
             assert found == [b"2", b"1"]
 
     run(work)

@@ -19,6 +19,7 @@ import pytest
 from kvagent.core.regions import MemoryRange
 from kvagent.errors import (
     BlockRangeError,
+    ConfigError,
     FabricError,
     GeometryError,
     HandshakeError,
@@ -26,6 +27,7 @@ from kvagent.errors import (
 )
 from kvagent.fabric.base import CancelFlag, PeerMetadata, ReadCancelled, RemoteAgent
 from kvagent.fabric.nixl import NixlFabric
+from kvagent.fabric.segments import LARGE, Segments, own_segments
 
 pytest.importorskip("nixl")
 
@@ -363,15 +365,95 @@ def test_handshakes_refused(tcp_peer: Peer) -> None:
     run(body)
 
 
-def test_options_must_agree(tcp_peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCX_TCP_TX_SEG_SIZE", "64k")
+def segmented(send: str, receive: str) -> Peer:
+    return Peer({"UCX_TLS": "tcp", "UCX_TCP_TX_SEG_SIZE": send, "UCX_TCP_RX_SEG_SIZE": receive})
 
+
+def test_who_reads_takes_the_segments_of_its_peer(tcp_peer: Peer) -> None:
+    """A mismatch would kill the peer in the middle of a large read (2 of 3 times)."""
+    others = [segmented("8k", "64k"), segmented("1M", "1048576")]
+    try:
+
+        async def body() -> None:
+            async with Reader(inflight_bytes=8 * MIB) as reader:
+                for _ in range(2):
+                    for peer in (tcp_peer, *others):
+                        remote, prepared = await reader.prepare(peer)
+                        reader.memory[:] = 0xFF
+                        await reader.read(prepared, everything())
+                        found = reader.memory.view(np.uint32)
+                        assert np.array_equal(found, np.arange(SIZE // 4, dtype=np.uint32))
+                        await reader.fabric.disconnect(remote)
+                connected = [await reader.prepare(peer) for peer in (tcp_peer, *others)]
+                reads = [reader.read(prepared, everything()) for _, prepared in connected]
+                await asyncio.gather(*reads)
+                await reader.fabric.fence()  # all of them are gone, and can be had again
+                for peer in (tcp_peer, *others):
+                    _, prepared = await reader.prepare(peer)
+                    await reader.read(prepared, select([1], [0]))
+
+        run(body)
+        assert all(peer.process.poll() is None for peer in (tcp_peer, *others))
+    finally:
+        for peer in others:
+            peer.kill()
+
+
+def test_segments_from_the_environment_must_be_the_same(
+    tcp_peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TCP_TX_SEG_SIZE", "64k")
+    monkeypatch.setenv("UCX_TCP_RX_SEG_SIZE", "64k")
+    alike = segmented("65536", "64K")
+    try:
+
+        async def body() -> None:
+            async with Reader() as reader:
+                with pytest.raises(
+                    HandshakeError, match=r"are 262144 and 262144 .* 65536 and 65536"
+                ):
+                    await reader.fabric.connect(tcp_peer.meta)
+                _, prepared = await reader.prepare(alike)
+                await reader.read(prepared, everything())
+
+        run(body)
+    finally:
+        alike.kill()
+
+
+def test_peers_may_not_have_any_number_of_segment_sizes(tcp_peer: Peer) -> None:
     async def body() -> None:
         async with Reader() as reader:
-            with pytest.raises(HandshakeError, match="UCX_TCP_TX_SEG_SIZE is '64k' here and 'uns"):
-                await reader.fabric.connect(tcp_peer.meta)
+            for size in range(3):
+                odd = msgspec.structs.replace(
+                    tcp_peer.meta, agent=f"nobody/{size}", segments=Segments(4096 << size, 65536)
+                )
+                with pytest.raises(HandshakeError, match="came as that of"):
+                    await reader.fabric.connect(odd)
+            odd = msgspec.structs.replace(odd, segments=Segments(100_000, 65536))
+            with pytest.raises(HandshakeError, match="give all sidecars the same UCX_TCP_TX"):
+                await reader.fabric.connect(odd)
+            await reader.prepare(tcp_peer)
 
     run(body)
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        ({}, LARGE),
+        ({"UCX_TCP_RX_SEG_SIZE": "1mb"}, Segments(8192, 1 << 20)),
+        ({"UCX_TCP_TX_SEG_SIZE": "32768", "UCX_TCP_RX_SEG_SIZE": "64K"}, Segments(32768, 65536)),
+    ],
+)
+def test_own_segments(environ: dict[str, str], found: Segments) -> None:
+    assert own_segments(environ) == found
+
+
+@pytest.mark.parametrize("text", ["auto", "inf", "", "12", "1g", "-1k"])
+def test_segments_that_are_no_sizes(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"UCX_TCP_TX_SEG_SIZE=.*: kvagent needs a size from 1k"):
+        own_segments({"UCX_TCP_TX_SEG_SIZE": text})
 
 
 @pytest.fixture

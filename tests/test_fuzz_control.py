@@ -50,11 +50,12 @@ class Caller:
         while time.monotonic() < end:
             self.send(HEAD.pack(MAGIC, PROTOCOL, call), peer_codec.encode(question))
             while self._socket.poll(1000):
-                head, body = self._socket.recv_multipart()
-                if HEAD.unpack(head)[2] == call:
-                    answer = peer_codec.decode(body)
-                    assert isinstance(answer, kind), answer
-                    return answer
+                frames = self._socket.recv_multipart()
+                for head, body in zip(frames[::2], frames[1::2], strict=True):
+                    if HEAD.unpack(head)[2] == call:
+                        answer = peer_codec.decode(body)
+                        assert isinstance(answer, kind), answer
+                        return answer
         raise AssertionError(f"no answer to {question}")
 
     def close(self) -> None:

@@ -78,7 +78,7 @@ def test_versions_that_differ_are_answered_a_few_times() -> None:
         async with sockets() as control:
             server = PeerServer(control, echo)
             for call in range(200):
-                server._accept([b"peer", HEAD.pack(MAGIC, 99, call), b""])
+                server._accept(b"peer", [HEAD.pack(MAGIC, 99, call), b""])
             assert server._patience.lost(b"peer", 0.0)
             await server.close()
 

@@ -8,7 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ from kvagent.wire.messages import (
     peer_codec,
 )
 from kvagent.wire.peer import HEAD, MAGIC, PeerClient, PeerServer
+from kvagent.wire.sockets import MAX_FRAMES, LoopSocket
 
 LONG = 20.0
 """A bound against hangs, never reached."""
@@ -256,8 +257,8 @@ def test_a_newer_caller_is_told_both_versions() -> None:
             raw = control.socket(zmq.DEALER)
             raw.connect(f"tcp://127.0.0.1:{client.port}")
             # Whatever its message is, it is not decoded.
-            await raw.send_multipart([HEAD.pack(MAGIC, PROTOCOL + 6, 77), b"\xff garbage"])
-            head, body = await raw.recv_multipart()
+            await raw.deliver([HEAD.pack(MAGIC, PROTOCOL + 6, 77), b"\xff garbage"])
+            head, body = await raw.receive()
             assert HEAD.unpack(head) == (MAGIC, PROTOCOL, 77)
             answer = peer_codec.decode(body)
             assert isinstance(answer, Refused)
@@ -276,10 +277,10 @@ def test_another_version_at_the_peer_names_both() -> None:
             port = router.bind_to_random_port("tcp://127.0.0.1")
             client = PeerClient(control, "127.0.0.1", port)
             call = asyncio.create_task(client.call(Ok(), LONG))
-            identity, head, _ = await router.recv_multipart()
+            identity, head, _ = await router.receive()
             _, _, number = HEAD.unpack(head)
             newer = HEAD.pack(MAGIC, PROTOCOL + 6, number)
-            await router.send_multipart([identity, newer, b"\xff garbage"])
+            await router.deliver([identity, newer, b"\xff garbage"])
             with pytest.raises(HandshakeError, match=f"protocol {PROTOCOL + 6} at .* {PROTOCOL}"):
                 await call
             await client.close()
@@ -325,7 +326,7 @@ def test_garbage_does_not_stop_the_server(name: str) -> None:
             await check(client, "before")
             raw = control.socket(zmq.DEALER)
             raw.connect(f"tcp://127.0.0.1:{client.port}")
-            await raw.send_multipart(GARBAGE[name])
+            await raw.deliver(GARBAGE[name])
             while server.rejected == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             await check(client, "after")
@@ -341,12 +342,33 @@ def test_any_frames_are_a_protocol_error_or_a_call(frames: list[bytes]) -> None:
     async def work() -> None:
         async with sockets() as control:
             server = PeerServer(control, echo)
-            for given_frames in ([b"id", *frames], [b"id", HEADER, *frames]):
+            for given_frames in (frames, [HEADER, *frames], [HEADER, GOOD, HEADER, *frames]):
                 try:
-                    server._accept(given_frames)
+                    server._accept(b"id", given_frames)
                 except ProtocolError:
                     pass
             await server.close()
+
+    run(work())
+
+
+def test_calls_of_one_moment_share_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    deliver_now = LoopSocket.deliver_now
+
+    def counted(self: LoopSocket, frames: Sequence[bytes]) -> bool:
+        sent.append(len(frames))
+        return deliver_now(self, frames)
+
+    monkeypatch.setattr(LoopSocket, "deliver_now", counted)
+
+    async def work() -> None:
+        async with serving(echo) as (_, _, client):
+            await check(client, "first")  # connected
+            sent.clear()
+            await asyncio.gather(*(check(client, f"number {n}") for n in range(200)))
+            assert max(sent) <= MAX_FRAMES + 1
+            assert len(sent) < 100  # of 200 questions and 200 answers
 
     run(work())
 
@@ -366,7 +388,7 @@ def test_a_huge_message_ends_only_its_own_connection() -> None:
             await check(client, "before")
             raw = control.socket(zmq.DEALER)
             raw.connect(f"tcp://127.0.0.1:{client.port}")
-            await raw.send_multipart([HEADER, bytes(MAX_PEER_BYTES + 1)])
+            await raw.deliver([HEADER, bytes(MAX_PEER_BYTES + 1)])
             await check(client, "after")
             raw.close(linger=0)
             assert server.rejected == 0  # it never arrived as a message
@@ -437,10 +459,10 @@ def test_garbage_as_an_answer_is_dropped(frames: list[bytes]) -> None:
             port = router.bind_to_random_port("tcp://127.0.0.1")
             client = PeerClient(control, "127.0.0.1", port)
             call = asyncio.create_task(client.call(Drop(engine_id="x"), LONG))
-            identity, head, _ = await router.recv_multipart()
-            await router.send_multipart([identity, *frames])
-            await router.send_multipart([identity, head, GOOD])
-            await router.send_multipart([identity, head, GOOD])  # a second answer
+            identity, head, _ = await router.receive()
+            await router.deliver([identity, *frames])
+            await router.deliver([identity, head, GOOD])
+            await router.deliver([identity, head, GOOD])  # a second answer
             assert await call == Ok()
             await client.close()
             router.close(linger=0)

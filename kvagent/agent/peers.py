@@ -121,6 +121,14 @@ class PeerBook:
                 session.last_used = time.monotonic()
                 return session
 
+    def met(self, engine_id: str, host: str, port: int, epoch: str) -> Session | None:
+        """What `greet` would return without a handshake, if it would."""
+        session = self.session(engine_id, host, port)
+        if session is None or session.epoch != epoch:
+            return None
+        session.last_used = time.monotonic()
+        return session
+
     async def _session(self, key: tuple[str, str, int], epoch: str) -> Session:
         engine_id, host, port = key
         task = self._sessions.get(key)

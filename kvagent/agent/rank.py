@@ -13,7 +13,6 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -117,6 +116,8 @@ class Rank:
     _gate: asyncio.Event = field(default_factory=asyncio.Event)
     """Closed while a fence waits for what is in flight."""
     _parts: OrderedDict[str, PartRun] = field(default_factory=OrderedDict)
+    _reading: int = 0
+    """Parts without a result."""
 
     def __post_init__(self) -> None:
         self._gate.set()
@@ -340,6 +341,7 @@ class Rank:
             self.counts.start(part.part_id, progress)
             run.task = asyncio.create_task(self._run(part, run, progress, done))
             self._parts[part.part_id] = run
+            self._reading += 1
         return run.result or PartState(done=False)
 
     def abort_part(self, part_id: str) -> PartState:
@@ -406,7 +408,7 @@ class Rank:
                 del self._parts[part_id]
 
     def reading(self) -> int:
-        return sum(run.result is None for run in self._parts.values())
+        return self._reading
 
     async def _run(
         self,
@@ -427,6 +429,7 @@ class Rank:
             log.exception("part %s", part.part_id)
             state = PartState(done=True, failure=f"internal: {error}")
         self.counts.end(part.part_id)
+        self._reading -= 1
         run.result = state
         run.forget_at = time.monotonic() + KEEP_PARTS
         run.task = None  # it holds the message, and the block ids in it
@@ -434,11 +437,12 @@ class Rank:
         return state
 
     async def _read(self, part: Part, run: PartRun, progress: Progress) -> ReadStats:
-        await self._unless_stopped(run, self._gate.wait())
-        greet = partial(self.peers.greet, part.engine_id, part.host, part.port, part.epoch)
-        session = await self._unless_stopped(run, greet())
-        while session.closed:  # it ended before we could hold it
-            session = await self._unless_stopped(run, greet())
+        if not self._gate.is_set():
+            await self._unless_stopped(run, self._gate.wait())
+        peer = (part.engine_id, part.host, part.port, part.epoch)
+        session = self.peers.met(*peer)
+        while session is None or session.closed:  # it may end before we can hold it
+            session = await self._unless_stopped(run, self.peers.greet(*peer))
         if session.epoch != part.epoch:
             raise PeerGoneError(f"engine {part.engine_id} started afresh since the ticket")
         session.hold()
@@ -451,7 +455,9 @@ class Rank:
         self, session: Session, part: Part, run: PartRun, progress: Progress
     ) -> ReadStats:
         try:
-            sources = await self._unless_stopped(run, self.peers.sources(session))
+            sources = session.open_sources() or await self._unless_stopped(
+                run, self.peers.sources(session)
+            )
         except FabricError as error:
             raise of_ranks(error, part.engine_id, session.welcome.ranks) from error
         remote_blocks = unpack_blocks(part.remote_blocks)

@@ -63,7 +63,7 @@ def _measure(layers: int, blocks: int, fetched: int) -> Preparing:
     ranges = [MemoryRange(ctypes.addressof(ctypes.c_char.from_buffer(m)), nbytes) for m in maps]
     near, far = (build_layout(specs, info, views, (r,), blocks) for r in ranges)
     agents = [
-        _Agent(f"{name}/{uuid.uuid4().hex}", serving=name == "serve", params={})
+        _Agent(f"{name}/{uuid.uuid4().hex}", serving=name == "serve", segments=None)
         for name in ("serve", "fetch")
     ]
     for agent, memory in zip(agents, reversed(ranges), strict=True):

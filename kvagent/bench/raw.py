@@ -17,7 +17,6 @@ import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -42,18 +41,14 @@ from kvagent.core.runs import coalesce
 from kvagent.errors import FabricError
 from kvagent.fabric.agent import NixlAgent, PreparedLists
 from kvagent.fabric.pieces import NO_EXTRA, Piece, Rows
+from kvagent.fabric.segments import own_segments
 from kvagent.memory.host import HostMemory
 
-__all__ = ["RawRank", "our_params"]
+__all__ = ["RawRank"]
 
 MAX_IOV = 1024
 MAX_COPY = 1 << 30
 _MADV_NOHUGEPAGE = 15
-
-
-def our_params() -> Mapping[str, str]:
-    """The parameters of NIXL's UCX backend that two sidecars of this version use."""
-    return {}
 
 
 class _DefaultAgent(NixlAgent):
@@ -76,8 +71,8 @@ def _agent(way: Way, *, serving: bool) -> NixlAgent:
     name = f"raw/{way}/{uuid.uuid4().hex}"
     if way == "nixl_default":
         return _DefaultAgent(name)
-    params = {} if way == "nixl_plain" else our_params()
-    return NixlAgent(name, serving=serving, params=params)
+    segments = None if way == "nixl_plain" else own_segments(os.environ)
+    return NixlAgent(name, serving=serving, segments=segments)
 
 
 class _Ordinary:

@@ -1,8 +1,9 @@
 """`EngineClient`: what a scheduler calls. No call waits for the sidecar but `wait_ready`/`drain`.
 
-A reader thread takes reports off the socket and puts them into a queue; `step()` empties the
-queue. Sends go straight to the socket, which takes them without blocking; when it is full (the
-sidecar is stopped), they wait in a buffer that the thread flushes.
+`step()` takes reports off the socket itself, so that no other thread has to get the interpreter
+first. So does a thread, for a scheduler that is busy elsewhere, and to notice the sidecar's end.
+Sends go straight to the socket, which takes them without blocking; when it is full (the sidecar is
+stopped), they wait in a buffer that the thread flushes.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ log = logging.getLogger("kvagent.client")
 
 T = TypeVar("T")
 
+READ_BYTES = 1 << 16
 MAX_UNSENT = 64 << 20
 """Bytes that may wait for a sidecar that does not read."""
 
@@ -63,6 +65,8 @@ class EngineClient:
         self._handover = handover
         self._socket = open_socket(address, timeout)
         self._socket.setblocking(False)
+        self._reader = local.FrameReader()
+        self._receive_lock = threading.Lock()
         self._reports: deque[Report] = deque()
         self._acked = 0
         self._offered: Counter[str] = Counter()
@@ -78,6 +82,8 @@ class EngineClient:
         self._failure: KVAgentError | None = None
         self._lost = False
         self._lost_at = 0.0
+        self._nonsense: KVAgentError | None = None
+        """What the sidecar sent makes no sense to us."""
         self._broken: AgentError | None = None
         self._draining = False
         self._wake_read, self._wake_write = socket.socketpair()
@@ -240,6 +246,11 @@ class EngineClient:
             raise self._broken
         out = KVConnectorOutput()
         lost = self._lost  # asked first: the thread may put reports in until it says so
+        if not lost and self._receive_lock.acquire(blocking=False):
+            try:
+                self._receive()
+            finally:
+                self._receive_lock.release()
         if self._reports:
             self._take_reports(out)
         if lost and (self._offered or self._fetching):
@@ -391,7 +402,6 @@ class EngineClient:
             pass
 
     def _run(self) -> None:
-        reader = local.FrameReader()
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
             selector.register(self._wake_read, selectors.EVENT_READ)
@@ -400,15 +410,19 @@ class EngineClient:
                     for key, _ in selector.select():
                         if key.fileobj == self._wake_read:
                             self._wake_read.recv(4096)
-                        elif not self._receive(reader):
-                            return
+                        else:
+                            with self._receive_lock:
+                                if not self._receive() and self._nonsense is None:
+                                    return
+                    if self._nonsense is not None:
+                        raise self._nonsense
                     with self._send_lock:
                         self._flush()
                         events = selectors.EVENT_READ
                         if self._unsent:
                             events |= selectors.EVENT_WRITE
                     selector.modify(self._socket, events)
-            except KVAgentError as error:  # what the sidecar sent makes no sense to us
+            except KVAgentError as error:
                 log.error("connection to the sidecar failed: %s", error)
                 self._broken = AgentError(f"the connection to the sidecar broke: {error}")
             except OSError as error:
@@ -430,34 +444,45 @@ class EngineClient:
                 return
             del self._unsent[:sent]
 
-    def _receive(self, reader: local.FrameReader) -> bool:
+    def _receive(self) -> bool:
+        """Takes what has come. False at the end of the stream, which the thread acts upon, as it
+        does upon nonsense."""
         try:
-            data = self._socket.recv(1 << 18)
+            data = self._socket.recv(READ_BYTES)
         except BlockingIOError:
             return True
+        except OSError:
+            return False
         if not data:
             return False
-        for message in reader.feed(data):
-            if isinstance(message, Report):
-                self._reports.append(message)
-                continue
-            with self._changed:
-                match message:
-                    case Ready():
-                        self._ready = message
-                    case Waiting():
-                        self._waiting = message.reason
-                    case Drained():
-                        self._drained = message
-                    case Quiesced():
-                        self._quiesced = message
-                    case Failed():
-                        self._failure = error_of(message)
-                        log.error("the sidecar refused: %s", message.message)
-                    case _:
-                        log.error("the sidecar sent a %s", type(message).__name__)
-                self._changed.notify_all()
+        try:
+            for message in self._reader.feed(data):
+                self._take(message)
+        except KVAgentError as error:
+            self._nonsense = error
+            self._wake()
         return True
+
+    def _take(self, message: Local) -> None:
+        if isinstance(message, Report):
+            self._reports.append(message)
+            return
+        with self._changed:
+            match message:
+                case Ready():
+                    self._ready = message
+                case Waiting():
+                    self._waiting = message.reason
+                case Drained():
+                    self._drained = message
+                case Quiesced():
+                    self._quiesced = message
+                case Failed():
+                    self._failure = error_of(message)
+                    log.error("the sidecar refused: %s", message.message)
+                case _:
+                    log.error("the sidecar sent a %s", type(message).__name__)
+            self._changed.notify_all()
 
 
 def _check_types(request_id: str, **numbers: int) -> None:

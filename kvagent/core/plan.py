@@ -77,7 +77,8 @@ class _Templates:
 
     def merged(self, local: Entries, remote: Entries) -> int:
         """Descriptors left of such entries, of all runs, after NIXL has merged neighbours."""
-        breaks = int(((np.diff(local) != 1) | (np.diff(remote) != 1)).sum())
+        broken = (local[1:] - local[:-1] != 1) | (remote[1:] - remote[:-1] != 1)
+        breaks = int(np.count_nonzero(broken))
         dense = int(self.dense.sum())
         return dense * (1 + breaks) + (len(self.length) - dense) * len(local)
 

@@ -68,8 +68,9 @@ class Side:
                 f"group {self.group}: {self.name} block id {int(ids[bad][0])} is outside the "
                 f"cache of {self.num_blocks} blocks"
             )
-        distinct = np.sort(ids[np.diff(entries, prepend=-1) != 0])
-        twice = distinct[1:][np.diff(distinct) == 0]
+        rises = entries[1:] != entries[:-1]
+        distinct = np.sort(ids if rises.all() else ids[np.flatnonzero(np.append(True, rises))])
+        twice = distinct[1:][distinct[1:] == distinct[:-1]]
         if len(twice):
             raise BlockRangeError(
                 f"group {self.group}: {self.name} block id {int(twice[0])} is in the list twice"

@@ -120,7 +120,7 @@ def check_ucx(machine: Machine, ucx: Ucx) -> Iterator[Finding]:
             "ucx",
             Severity.WARNING,
             f"{', '.join(changed)} is set",
-            "set it to the same value for every peer; the handshake refuses others",
+            "unset it: kvagent uses large segments over TCP, and agrees on them with its peers",
         )
 
 

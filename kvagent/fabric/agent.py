@@ -8,7 +8,7 @@ and that spins a core for ever. Not thread-safe; what to read and when is decide
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -22,6 +22,7 @@ from kvagent.errors import FabricError, PeerGoneError
 from kvagent.fabric.base import Kind, RowArray
 from kvagent.fabric.pieces import Piece, Rows
 from kvagent.fabric.reads import UncertainError
+from kvagent.fabric.segments import Segments
 
 __all__ = ["NixlAgent", "PreparedLists", "nixl_version"]
 
@@ -58,9 +59,10 @@ class PreparedLists:
 
 
 class NixlAgent:
-    """`serving`: with a progress thread, to be read from. Otherwise it reads, when polled."""
+    """`serving`: with a progress thread, to be read from. Otherwise it reads, when polled, from
+    agents with the same `segments`; None: what UCX and its environment say."""
 
-    def __init__(self, name: str, *, serving: bool, params: Mapping[str, str]) -> None:
+    def __init__(self, name: str, *, serving: bool, segments: Segments | None) -> None:
         config = bindings.nixlAgentConfig()
         config.useProgThread = serving
         config.pthrDelay = SERVING_POLL_MICROSECONDS
@@ -71,7 +73,8 @@ class NixlAgent:
         try:
             self._agent: Any = bindings.nixlAgent(name, config)
             defaults, _ = self._agent.getPluginParams("UCX")
-            self._backends = [self._agent.createBackend("UCX", {**defaults, **params})]
+            params = defaults | (segments.params if segments is not None else {})
+            self._backends = [self._agent.createBackend("UCX", params)]
         except _NIXL_ERRORS as error:
             raise FabricError(f"NIXL agent {name}: {error}") from error
 

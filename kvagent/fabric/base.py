@@ -30,6 +30,7 @@ from kvagent.core.regions import MemoryRange
 from kvagent.core.stats import ReadStats
 from kvagent.errors import FabricError, HandshakeError
 from kvagent.fabric.place import Place
+from kvagent.fabric.segments import UCX_DEFAULT, Segments
 from kvagent.fabric.witness import Carried
 
 __all__ = [
@@ -72,6 +73,8 @@ class PeerMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     probe_address: Annotated[int, msgspec.Meta(ge=0)]
     probe_digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
     options: dict[str, str]
+    segments: Segments = UCX_DEFAULT
+    """Of its TCP connections; whoever reads takes the same."""
     place: Place | None = None
     """Where the process runs; it decides nothing but what people are told of the transport."""
 

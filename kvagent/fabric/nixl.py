@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kvagent.core.regions import MemoryRange
@@ -51,15 +50,11 @@ MAX_NAP = 1e-3
 MAX_WAIT = 0.2
 """Seconds between looks at a worker that cannot read for the moment."""
 
-MUST_AGREE = ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE")
-"""Environment variables that kill the process that serves when they differ between peers."""
-
 
 class NixlFabric:
     """A `Fabric`. `name` begins its agents' names: engine and rank.
 
-    `params` are parameters of NIXL's UCX backend; peers must have the same. `piece_bytes` is what
-    is posted at once, `inflight_bytes` the bound per peer.
+    `piece_bytes` is what is posted at once, `inflight_bytes` the bound per peer.
     """
 
     def __init__(
@@ -68,12 +63,10 @@ class NixlFabric:
         *,
         piece_bytes: int = 16 << 20,
         inflight_bytes: int = 64 << 20,
-        params: Mapping[str, str] | None = None,
     ) -> None:
         self._name = name
         self._piece_bytes = piece_bytes
         self._inflight_bytes = inflight_bytes
-        self._params = dict(params or {})
         self._options: dict[str, str] = {}
         self._metadata: PeerMetadata | None = None
         self.trouble = ""
@@ -261,9 +254,8 @@ class NixlFabric:
             from kvagent.fabric.worker import NixlWorker
         except ImportError as error:
             raise FabricError(f"NIXL cannot be loaded: {error}") from error
-        self._options = {"nixl": nixl_version(), **self._params}
-        self._options |= {name: os.environ[name] for name in MUST_AGREE if name in os.environ}
-        return NixlWorker(self._name, self._params, self._piece_bytes, self._inflight_bytes)
+        self._options = {"nixl": nixl_version()}
+        return NixlWorker(self._name, self._piece_bytes, self._inflight_bytes)
 
     def _serve(self, worker: NixlWorker) -> None:
         changed_at = time.monotonic()

@@ -1,10 +1,11 @@
 """What the fabric's thread owns: the two NIXL agents, the peers, the reads. All of it synchronous.
 
 The **serving** agent's metadata is what peers get; it has a progress thread and lives as long as
-the fabric. The **fetching** agent does our own reads and is polled only while there are any.
-Destroying it is the fence: the only way to end a read whose peer hangs, and one that whoever reads
-from us does not notice. Every incarnation of an agent has a name of its own, since NIXL refuses a
-known name with new metadata.
+the fabric. A **fetching** agent does our own reads and is polled only while there are any: one for
+all peers whose TCP segments are ours, and one more for each other size that a peer has.
+Destroying them is the fence: the only way to end a read whose peer hangs, and one that whoever
+reads from us does not notice. Every incarnation of an agent has a name of its own, since NIXL
+refuses a known name with new metadata.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -36,6 +37,7 @@ from kvagent.fabric.base import (
 from kvagent.fabric.pieces import NO_EXTRA, Piece, Rows, split
 from kvagent.fabric.place import Place, read_place
 from kvagent.fabric.reads import Peer, Read, ReadQueue
+from kvagent.fabric.segments import Segments, are_pinned, own_segments
 from kvagent.fabric.witness import Carried, Witness
 
 __all__ = ["NixlPrepared", "NixlRemote", "NixlWorker"]
@@ -47,14 +49,26 @@ Resolve = Callable[[ReadStats | FabricError], None]
 RETRY_SECONDS = 1.0
 """Between attempts to make a fetching agent."""
 
+MAX_LANES = 4
+"""Sizes of segments that peers may have at the same time."""
+
 _FIRST = np.zeros(1, np.int32)
+
+
+class Lane:
+    """A fetching agent and its reads."""
+
+    def __init__(self, agent: NixlAgent, queue: ReadQueue[PreparedLists]) -> None:
+        self.agent = agent
+        self.queue = queue
 
 
 class NixlRemote(RemoteAgent):
     """A peer, the page its probe is read into, and what was prepared for it."""
 
-    def __init__(self, meta: PeerMetadata, here: Place) -> None:
+    def __init__(self, meta: PeerMetadata, here: Place, lane: Lane) -> None:
         super().__init__(meta.agent)
+        self.lane = lane
         self.peer = Peer(meta.agent)
         self.peer.watched.same_host = here.same_host(meta.place)
         self.landing = np.zeros(PROBE_BYTES, np.uint8)
@@ -87,11 +101,10 @@ class NixlPrepared(Prepared):
 class NixlWorker:
     """Every method runs on the fabric's thread."""
 
-    def __init__(
-        self, name: str, params: Mapping[str, str], piece_bytes: int, inflight_bytes: int
-    ) -> None:
+    def __init__(self, name: str, piece_bytes: int, inflight_bytes: int) -> None:
         self._prefix = name
-        self._params = params
+        self._segments = own_segments(os.environ)
+        self._pinned = are_pinned(os.environ)
         self._piece_bytes = piece_bytes
         self._inflight_bytes = inflight_bytes
         self._ranges: list[MemoryRange] = []
@@ -99,38 +112,56 @@ class NixlWorker:
         self._remotes: dict[str, NixlRemote] = {}
         self._leaving: set[NixlRemote] = set()
         """Remotes with something to let go once they have no read."""
-        self._agent: NixlAgent | None = None
+        self._lanes: dict[Segments, Lane] = {}
+        """By what their peers have; without the one for our own, nothing can be read."""
         self._open_at = 0.0
         self.trouble = ""
         """Why nothing can be read for the moment."""
         self._place = read_place()
         self._witness = Witness()
-        self._serving = self._new_agent("serve")
+        self._serving = self._new_agent("serve", self._segments)
         self._serving.register([MemoryRange(self._canary.ctypes.data, PROBE_BYTES)])
-        self._open()
+        self._open(self._segments)
 
-    def _open(self) -> None:
-        agent = self._new_agent("fetch")
+    def _open(self, segments: Segments) -> Lane:
+        agent = self._new_agent("fetch", segments)
         agent.register(self._ranges)
-        self.queue: ReadQueue[PreparedLists] = ReadQueue(
+        queue: ReadQueue[PreparedLists] = ReadQueue(
             agent, self._inflight_bytes, time.monotonic, self._witness
         )
-        self._agent = agent
+        self._lanes[segments] = lane = Lane(agent, queue)
+        return lane
 
-    @property
-    def _fetching(self) -> NixlAgent:
-        if self._agent is None:
+    def _lane(self, segments: Segments) -> Lane:
+        """For peers that have such segments."""
+        if not self._lanes:
             raise FabricError(f"nothing can be read: {self.trouble}")
-        return self._agent
+        lane = self._lanes.get(segments)
+        if lane is None:
+            if self._pinned:
+                own = self._segments
+                raise HandshakeError(
+                    f"its TCP segments are {segments.send} and {segments.receive} bytes, and here "
+                    f"UCX_TCP_TX_SEG_SIZE or UCX_TCP_RX_SEG_SIZE make them {own.send} and "
+                    f"{own.receive}: unset both, and the right ones are chosen"
+                )
+            if len(self._lanes) >= MAX_LANES:
+                raise HandshakeError(
+                    f"its TCP segments are {segments.send} and {segments.receive} bytes, and "
+                    f"{MAX_LANES} other sizes are in use: give all sidecars the same "
+                    "UCX_TCP_TX_SEG_SIZE and UCX_TCP_RX_SEG_SIZE, or none"
+                )
+            lane = self._open(segments)
+        return lane
 
-    def _new_agent(self, role: str) -> NixlAgent:
+    def _new_agent(self, role: str, segments: Segments) -> NixlAgent:
         name = f"{self._prefix}/{uuid.uuid4().hex}/{role}"
-        return NixlAgent(name, serving=role == "serve", params=self._params)
+        return NixlAgent(name, serving=role == "serve", segments=segments)
 
     @property
     def active(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self.queue.reads)
+        return any(lane.queue.reads for lane in self._lanes.values())
 
     def close(self) -> None:
         self._end("the fabric was closed")
@@ -146,7 +177,7 @@ class NixlWorker:
         """UCX makes no agent while a network device that it was told to use has no link: then this
         is tried again, and what we serve is not concerned."""
         try:
-            self._open()
+            self._open(self._segments)
         except FabricError as error:
             if not self.trouble:
                 log.error("%s: no fetching agent, trying again: %s", self._prefix, error)
@@ -157,10 +188,10 @@ class NixlWorker:
             self.trouble = ""
 
     def _end(self, reason: str) -> None:
-        if self._agent is not None:
-            self._agent.destroy()
-            self._agent = None
-        self.queue.abort(FabricError(f"fenced: {reason}"))
+        lanes, self._lanes = list(self._lanes.values()), {}
+        for lane in lanes:
+            lane.agent.destroy()
+            lane.queue.abort(FabricError(f"fenced: {reason}"))
         self._leaving.clear()
         remotes, self._remotes = self._remotes, {}
         for remote in remotes.values():
@@ -169,16 +200,18 @@ class NixlWorker:
                 done()
 
     def step(self) -> bool:
-        """One round of the queue. True when anything has changed."""
-        if self._agent is None:
+        """One round of the queues. True when anything has changed."""
+        if not self._lanes:
             if (now := time.monotonic()) >= self._open_at:
                 self._open_again(now)
             return False
-        changed = self.queue.step()
-        if self.queue.uncertain is not None:
-            self.fence(str(self.queue.uncertain))
-            return True
-        for remote in [peer for peer in self._leaving if not self.queue.busy(peer.peer)]:
+        changed = False
+        for lane in self._lanes.values():
+            changed |= lane.queue.step()
+            if lane.queue.uncertain is not None:
+                self.fence(str(lane.queue.uncertain))
+                return True
+        for remote in [peer for peer in self._leaving if not peer.lane.queue.busy(peer.peer)]:
             self._leaving.discard(remote)
             if remote.forgotten:
                 self._drop(remote)
@@ -190,8 +223,8 @@ class NixlWorker:
 
     def register(self, ranges: Sequence[MemoryRange]) -> None:
         self._serving.register(ranges)
-        if self._agent is not None:
-            self._agent.register(ranges)
+        for lane in self._lanes.values():
+            lane.agent.register(ranges)
         self._ranges += ranges
 
     def metadata(self, options: dict[str, str]) -> PeerMetadata:
@@ -203,6 +236,7 @@ class NixlWorker:
             probe_address=self._canary.ctypes.data,
             probe_digest=hashlib.sha256(self._canary.tobytes()).digest(),
             options=options,
+            segments=self._segments,
             place=self._place,
         )
 
@@ -212,17 +246,18 @@ class NixlWorker:
         """A peer whose probe has still to be read."""
         if meta.agent in self._remotes:
             raise FabricError(f"{meta.agent} is connected already, or reads from it have to end")
-        remote = NixlRemote(meta, self._place)
+        remote = NixlRemote(meta, self._place, self._lane(meta.segments))
+        agent = remote.lane.agent
         self._witness.meet(remote.peer.watched)
-        name = self._fetching.load(meta.blob)
+        name = agent.load(meta.blob)
         if name != meta.agent:
-            self._fetching.forget(name)
+            agent.forget(name)
             raise HandshakeError(f"metadata of {name!r} came as that of {meta.agent!r}")
         self._remotes[name] = remote
         try:
-            self._fetching.register([remote.landing_range])
-            self._fetching.connect(name)
-            self._fetching.prepare(remote.probe)
+            agent.register([remote.landing_range])
+            agent.connect(name)
+            agent.prepare(remote.probe)
         except FabricError:
             self._drop(remote)
             raise
@@ -238,21 +273,21 @@ class NixlWorker:
         if known is None or known is not remote:
             done()
             return
-        self.queue.stop(known.peer, FabricError(f"{known.name} was disconnected"))
+        known.lane.queue.stop(known.peer, FabricError(f"{known.name} was disconnected"))
         known.forgotten.append(done)
         self._leaving.add(known)
 
     def _unprepare_retired(self, remote: NixlRemote) -> None:
         for lists in remote.retired:
-            self._fetching.unprepare(lists)
+            remote.lane.agent.unprepare(lists)
         remote.retired.clear()
 
     def _drop(self, remote: NixlRemote) -> None:
         remote.retired += [remote.probe, *(prepared.lists for prepared in remote.prepared)]
         remote.prepared.clear()
         self._unprepare_retired(remote)
-        self._fetching.forget(remote.name)
-        self._fetching.deregister(remote.landing_range)
+        remote.lane.agent.forget(remote.name)
+        remote.lane.agent.deregister(remote.landing_range)
         del self._remotes[remote.name]
         self._witness.forget(remote.peer.watched)
         for done in remote.forgotten:
@@ -265,7 +300,7 @@ class NixlWorker:
     ) -> NixlPrepared:
         known = self._known(remote)
         lists = PreparedLists(remote.name, local, far, local_kind, remote_kind)
-        self._fetching.prepare(lists)
+        known.lane.agent.prepare(lists)
         prepared = NixlPrepared(known, lists)
         known.prepared.add(prepared)
         known.peer.watched.gpu |= "vram" in (local_kind, remote_kind)
@@ -316,7 +351,7 @@ class NixlWorker:
         submitted: float,
         resolve: Resolve,
     ) -> None:
-        self.queue.add(
+        remote.lane.queue.add(
             Read(
                 peer=remote.peer,
                 pieces=deque(pieces),

@@ -37,6 +37,8 @@ def configure(level: str, log_format: str) -> None:
 
 def event(logger: logging.Logger, level: int, name: str, **fields: object) -> None:
     """`name` and `field=value` for each field, in one line that is never left out."""
+    if not logger.isEnabledFor(level):
+        return
     words = " ".join(f"{key}={_word(value)}" for key, value in fields.items())
     logger.log(level, "%s: %s", name, words, extra={"event": name, "fields": fields})
 

@@ -17,12 +17,12 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
 import zmq
-import zmq.asyncio
 
 from kvagent.core.chaos import ChaosConfig, ChaosPlan, Fault
 from kvagent.wire.door import DOMAIN, Door
 from kvagent.wire.keys import KeyPair, KeyRing, fingerprint, fresh_ring, load_ring, look
 from kvagent.wire.messages import KINDS, MAX_PEER_BYTES, Peer
+from kvagent.wire.sockets import LoopContext, LoopSocket
 
 log = logging.getLogger("kvagent.control")
 
@@ -42,7 +42,7 @@ LOOK_SECONDS = 1.0
 MAX_REMEMBERED = 4096
 """Addresses whose key is remembered."""
 
-Way = tuple[zmq.asyncio.Socket, tuple[bytes, ...]]
+Way = tuple[LoopSocket, tuple[bytes, ...]]
 """A socket and, if it is a ROUTER, the peer's identity: what goes the same way keeps its order."""
 
 
@@ -70,7 +70,7 @@ class Control:
             chaos.validate(KINDS)
             self.chaos = ChaosPlan(chaos)
             log.warning("chaos is on: control messages go wrong on purpose, seed %d", chaos.seed)
-        self._context = zmq.asyncio.Context()
+        self._context = LoopContext()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._held: dict[Way, list[asyncio.Event]] = {}
         """Messages that wait for the next one on their way."""
@@ -86,7 +86,7 @@ class Control:
                 asyncio.create_task(self._watch(look(self._folder)), name="keys"),
             ]
 
-    def socket(self, kind: int) -> zmq.asyncio.Socket:
+    def socket(self, kind: int) -> LoopSocket:
         """A ROUTER or DEALER; a ROUTER asks for keys when there are any, a DEALER is given them by
         `authenticate`. Raises `zmq.ZMQError` when there are too many."""
         socket = self._context.socket(kind)
@@ -127,7 +127,7 @@ class Control:
         """Connections that were refused for their keys."""
         return self._door.denied if self._door is not None else 0
 
-    def authenticate(self, socket: zmq.asyncio.Socket, server: bytes) -> None:
+    def authenticate(self, socket: LoopSocket, server: bytes) -> None:
         """The next connection of a DEALER is to whoever has the key `server`."""
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.own.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.own.secret)
@@ -189,12 +189,10 @@ class Control:
 
     # ------------------------------------------------------------ sending
 
-    async def send(
-        self, socket: zmq.asyncio.Socket, frames: Sequence[bytes], message: Peer
-    ) -> None:
+    async def send(self, socket: LoopSocket, frames: Sequence[bytes], message: Peer) -> None:
         """Sends `frames`, which hold `message`. Raises `zmq.ZMQError`."""
         if self.chaos is None:
-            await socket.send_multipart(frames)
+            await socket.deliver(frames)
             return
         kind = str(message.__struct_config__.tag)
         fault = self.chaos.next(kind)
@@ -208,11 +206,11 @@ class Control:
             self._held.setdefault(way, []).append(passed)
             self._keep(self._send_late(way, frames, passed, self.chaos.longest))
         elif fault is not Fault.DROP:
-            await socket.send_multipart(frames)
+            await socket.deliver(frames)
             for passed in self._held.pop(way, ()):
                 passed.set()
             if fault is Fault.DUPLICATE:
-                await socket.send_multipart(frames)
+                await socket.deliver(frames)
 
     async def _send_late(
         self, way: Way, frames: Sequence[bytes], passed: asyncio.Event, longest: float
@@ -226,7 +224,7 @@ class Control:
                 del self._held[way]
         # The socket may be closed by now, or its peer gone: then it is lost.
         with contextlib.suppress(zmq.ZMQError, asyncio.TimeoutError):
-            await asyncio.wait_for(way[0].send_multipart(frames), longest + 1)
+            await asyncio.wait_for(way[0].deliver(frames), longest + 1)
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

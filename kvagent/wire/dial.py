@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 
 import zmq
-import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from kvagent.wire.control import Control
 from kvagent.wire.keys import fingerprint
+from kvagent.wire.sockets import LoopSocket
 
 __all__ = ["Dialer"]
 
@@ -32,7 +32,7 @@ class Dialer:
     """Keeps a DEALER connected to `address` until `close`. `trouble` says why it was refused last,
     in words; empty when it was not."""
 
-    def __init__(self, control: Control, socket: zmq.asyncio.Socket, address: str) -> None:
+    def __init__(self, control: Control, socket: LoopSocket, address: str) -> None:
         """Raises what `connect` does for something that is no address."""
         self._control, self._socket, self._address = control, socket, address
         self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED)
@@ -87,7 +87,7 @@ class Dialer:
         return False
 
     async def _event(self) -> int:
-        return parse_monitor_message(await self._monitor.recv_multipart())["event"]
+        return parse_monitor_message(await self._monitor.receive())["event"]
 
     def _dial(self, key: bytes) -> None:
         self._hang_up()

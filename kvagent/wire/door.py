@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Mapping
 
 import zmq
-import zmq.asyncio
 from zmq.utils import z85
 
 from kvagent.wire.keys import fingerprint
 from kvagent.wire.refusals import Complaints
+from kvagent.wire.sockets import LoopContext
 
 log = logging.getLogger("kvagent.door")
 
@@ -26,7 +26,7 @@ VERSION = b"1.0"
 class Door:
     """`allowed` gives the public keys that may come in, by Z85 text."""
 
-    def __init__(self, context: zmq.asyncio.Context, allowed: Callable[[], Mapping[bytes, str]]):
+    def __init__(self, context: LoopContext, allowed: Callable[[], Mapping[bytes, str]]):
         self._allowed = allowed
         self._complaints = Complaints()
         self.denied = 0
@@ -37,7 +37,7 @@ class Door:
     async def answer(self) -> None:
         """Until it is cancelled."""
         while True:
-            frames = await self._socket.recv_multipart()
+            frames = await self._socket.receive()
             if len(frames) < 8:
                 continue  # libzmq sends none like that
             who, empty, _, number, domain, address, _, mechanism, *credentials = frames
@@ -47,7 +47,7 @@ class Door:
                 self.denied += 1
                 self._complain(address.decode(errors="replace"), key)
             status = (b"200", b"", key) if good else (b"400", b"not allowed", b"")
-            await self._socket.send_multipart([who, empty, VERSION, number, *status, b""])
+            await self._socket.deliver([who, empty, VERSION, number, *status, b""])
 
     def _complain(self, address: str, key: bytes) -> None:
         left_out = self._complaints.worth_a_line(address, time.monotonic())

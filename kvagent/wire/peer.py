@@ -1,6 +1,7 @@
 """The sockets between sidecars: a ROUTER that answers calls, a DEALER that makes them.
 
-A message is two frames: a head (magic, protocol version, call number) and one msgpack message.
+A question or answer is two frames: a head (magic, protocol version, call number) and one msgpack
+message. A ZMQ message holds as many of them as were said to one peer at the same time.
 The version stands in the head, so that two sidecars of different versions can tell each other so
 before either decodes anything else. A call is sent again until it is answered or its time is up;
 the answering side must therefore be idempotent. No bytes that arrive here can stop the agent, and
@@ -21,7 +22,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from kvagent.errors import ConfigError, HandshakeError, PeerGoneError, ProtocolError
 from kvagent.wire.control import Control
@@ -34,6 +34,7 @@ from kvagent.wire.messages import (
     peer_codec,
 )
 from kvagent.wire.refusals import Complaints, Patience
+from kvagent.wire.sockets import MAX_FRAMES, Bundle, LoopSocket
 
 log = logging.getLogger("kvagent.peer")
 
@@ -70,6 +71,8 @@ class PeerServer:
         self._moving: asyncio.Task[None] | None = None
         self._answering: dict[bytes, set[int]] = {}
         """Calls of each peer that are being answered."""
+        self._bundles: dict[tuple[LoopSocket, bytes], Bundle] = {}
+        """Answers of this turn of the event loop."""
         self._patience = Patience()
         self._complaints = Complaints()
         self._ignored = 0
@@ -77,7 +80,7 @@ class PeerServer:
         self.rejected = 0
         self._socket = self._new_socket()
 
-    def _new_socket(self) -> zmq.asyncio.Socket:
+    def _new_socket(self) -> LoopSocket:
         socket = self._control.socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         socket.setsockopt(zmq.RCVHWM, RECEIVE_WINDOW)
@@ -131,13 +134,13 @@ class PeerServer:
     async def _receive(self) -> None:
         while True:
             try:
-                frames = await self._socket.recv_multipart(copy=False)
+                frames = await self._socket.receive_frames()
                 identity = frames[0].bytes
                 if self._patience.lost(identity, time.monotonic()):
                     await self._ignore()
                     continue
                 try:
-                    self._accept([frame.bytes for frame in frames[:4]])
+                    self._accept(identity, [frame.bytes for frame in frames[1 : MAX_FRAMES + 2]])
                 except ProtocolError as error:
                     self.rejected += 1
                     self._refuse(identity, _address_of(frames), str(error))
@@ -159,11 +162,12 @@ class PeerServer:
             more = f" [{left_out} more like it]" if left_out else ""
             log.warning("dropped a message from %s: %s%s", address, why, more)
 
-    def _accept(self, frames: list[bytes]) -> None:
-        """Looks at one message: identity, head, body. Raises `ProtocolError`."""
-        if len(frames) != 3 or len(frames[1]) != HEAD.size:
-            raise ProtocolError("not a head and a message")
-        identity, head, body = frames
+    def _accept(self, identity: bytes, frames: Sequence[bytes]) -> None:
+        """Looks at one message. Raises `ProtocolError`."""
+        for head, body in _pairs(frames):
+            self._asked(identity, head, body)
+
+    def _asked(self, identity: bytes, head: bytes, body: bytes) -> None:
         magic, version, call = HEAD.unpack(head)
         if magic != MAGIC:
             raise ProtocolError("not a kvagent message")
@@ -190,9 +194,7 @@ class PeerServer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(
-        self, socket: zmq.asyncio.Socket, identity: bytes, call: int, message: Peer
-    ) -> None:
+    async def _answer(self, socket: LoopSocket, identity: bytes, call: int, message: Peer) -> None:
         answering = self._answering
         try:
             answer = await self._handler(message)
@@ -208,14 +210,19 @@ class PeerServer:
             self._patience.refused(identity, time.monotonic())
         await self._send(socket, identity, call, answer)
 
-    async def _send(
-        self, socket: zmq.asyncio.Socket, identity: bytes, call: int, message: Peer
-    ) -> None:
+    async def _send(self, socket: LoopSocket, identity: bytes, call: int, message: Peer) -> None:
         """Over the connection that the question came by, if there still is one."""
-        head = HEAD.pack(MAGIC, PROTOCOL, call)
         try:
-            frames = [identity, head, peer_codec.encode(message)]
-            await self._control.send(socket, frames, message)
+            frames = [HEAD.pack(MAGIC, PROTOCOL, call), peer_codec.encode(message)]
+            if self._control.chaos is not None:
+                await self._control.send(socket, [identity, *frames], message)
+                return
+            bundle = self._bundles.get((socket, identity))
+            if bundle is None:
+                bundle = self._bundles[socket, identity] = Bundle(
+                    socket, [identity], lambda: self._bundles.pop((socket, identity), None)
+                )
+            bundle.add(frames)
         except (zmq.ZMQError, ProtocolError) as error:
             # The caller went away, or asked for more than an answer may hold.
             log.debug("answer not sent: %s", error)
@@ -244,6 +251,7 @@ class PeerClient:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing queues up for a peer that is gone
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._bundle = Bundle(self._socket, [])
         self._dialer: Dialer | None = None
         try:
             if control.has_keys:
@@ -296,6 +304,9 @@ class PeerClient:
         self, frames: list[bytes], message: Peer, answer: asyncio.Future[Peer], left: float
     ) -> None:
         """Sends once connected; whether it did, shows in `answer`. `close` sets that first."""
+        if self._control.chaos is None and not self._socket.closed and self._socket.writable:
+            self._bundle.add(frames)
+            return
         sending = asyncio.ensure_future(self._control.send(self._socket, frames, message))
         either: set[asyncio.Future[Any]] = {sending, answer}
         try:
@@ -308,21 +319,23 @@ class PeerClient:
 
     async def _read(self) -> None:
         while True:
-            frames = await self._socket.recv_multipart()
+            frames = await self._socket.receive()
             try:
-                if len(frames) != 2 or len(frames[0]) != HEAD.size:
-                    raise ProtocolError(f"an answer of {len(frames)} frames")
-                magic, version, call = HEAD.unpack(frames[0])
-                waiting = self._open.get(call)
-                if magic != MAGIC or waiting is None or waiting.done():
-                    continue  # an answer to a call that was answered or given up
-                if version != PROTOCOL:
-                    text = f"peer protocol {version} at {self} meets {PROTOCOL} here"
-                    waiting.set_result(Refused(code="protocol", message=text))
-                else:
-                    waiting.set_result(peer_codec.decode(frames[1]))
+                for head, body in _pairs(frames):
+                    self._answered(head, body)
             except ProtocolError as error:
                 log.debug("dropped an answer of %s: %s", self, error)
+
+    def _answered(self, head: bytes, body: bytes) -> None:
+        magic, version, call = HEAD.unpack(head)
+        waiting = self._open.get(call)
+        if magic != MAGIC or waiting is None or waiting.done():
+            return  # an answer to a call that was answered or given up
+        if version != PROTOCOL:
+            text = f"peer protocol {version} at {self} meets {PROTOCOL} here"
+            waiting.set_result(Refused(code="protocol", message=text))
+        else:
+            waiting.set_result(peer_codec.decode(body))
 
     async def is_dead(self) -> bool:
         """Whether the peer's host says that nobody listens there: the process is gone, and not
@@ -345,6 +358,16 @@ class PeerClient:
             if not answer.done():
                 answer.set_exception(PeerGoneError(f"the connection to {self} was closed"))
         self._socket.close()
+
+
+def _pairs(frames: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+    """The heads and bodies of a message. Raises `ProtocolError`."""
+    if not frames or len(frames) % 2 or len(frames) > MAX_FRAMES:
+        raise ProtocolError(f"{len(frames)} frames are not heads and messages")
+    pairs = list(zip(frames[::2], frames[1::2], strict=True))
+    if any(len(head) != HEAD.size for head, _ in pairs):
+        raise ProtocolError("not a head and a message")
+    return pairs
 
 
 def _explain(refused: Refused, client: PeerClient) -> str:
