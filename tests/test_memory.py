@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvagent.errors import GeometryError
+from kvagent.memory import host
 from kvagent.memory.host import HostMemory, MappedMemory, share_tensor
 
 MIB = 1 << 20
@@ -213,6 +214,21 @@ def free_huge_pages() -> int:
     if values["Hugepagesize"].split() != ["2048", "kB"]:
         return 0
     return int(values["HugePages_Free"])
+
+
+def test_who_does_without_huge_pages_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_huge_memfd", lambda nbytes: None)
+    monkeypatch.setattr(host, "_page_kind", lambda address, nbytes: "ordinary")
+    memory = HostMemory(5 * MIB)
+    assert "sysctl vm.nr_hugepages=3`" in memory.advice
+    memory.close()
+    small = HostMemory(MIB)
+    assert small.advice == ""
+    small.close()
+    monkeypatch.setattr(host, "_page_kind", lambda address, nbytes: "transparent")
+    good = HostMemory(5 * MIB)
+    assert good.advice == ""
+    good.close()
 
 
 @pytest.mark.skipif(free_huge_pages() < 2, reason="no free huge pages of 2 MiB")

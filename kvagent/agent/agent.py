@@ -383,7 +383,10 @@ class Agent:
     async def _make_memory(self, gpu: str, nbytes: int) -> HostMemory | CudaMemory:
         loop = asyncio.get_running_loop()
         if not gpu:
-            return await loop.run_in_executor(None, HostMemory, nbytes)
+            memory = await loop.run_in_executor(None, HostMemory, nbytes)
+            if memory.advice:
+                log.warning("%s", memory.advice)
+            return memory
         with ThreadPoolExecutor(1, "kvagent-cuda") as thread:  # it gets bound to that GPU
             return await loop.run_in_executor(thread, CudaMemory, self.cuda, gpu, nbytes)
 

@@ -48,7 +48,7 @@ class LeaseState(str, Enum):
 
 
 class Verdict(str, Enum):
-    """The answer to every question about a lease. All but `HELD` and `RELEASED` mean: not good; with
+    """The answer to every question about a lease. All but `HELD` and `RELEASED` mean: not good; by
     `COMING` nothing is decided."""
 
     HELD = "held"  # claim: it is yours; complete: every byte you read is right

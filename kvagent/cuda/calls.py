@@ -62,7 +62,8 @@ class CudaCalls(Protocol):
         empty when nothing is known that speaks against it."""
 
     def bind(self, device: int) -> None:
-        """Makes the device's primary context, which torch uses too, that of the calling thread."""
+        """Makes the device's primary context, which torch uses too, that of the calling thread, one
+        of the agent's own."""
 
     def open(self, device: int, shared: Shared) -> Tensor:
         """Memory of another process, open as long as a tensor of it lives."""

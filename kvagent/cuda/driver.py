@@ -39,6 +39,7 @@ FLUSH_BY_HOST = 1
 _FLUSH_CURRENT_CONTEXT, _FLUSH_TO_ALL_DEVICES = 0, 200
 _LAZY_ENABLE_PEER_ACCESS = 1
 _HOST_REGISTER_PORTABLE = 1
+_CAPTURE_RELAXED = 2
 
 
 class CudaDriverError(FabricError):
@@ -109,10 +110,16 @@ def describe(device: int) -> tuple[str, str, str]:
 
 
 def bind(device: int) -> None:
-    """Retains the primary context, for the life of the process, and makes it the thread's."""
+    """Retains the primary context, for the life of the process, and makes it the thread's.
+
+    The engine may capture a CUDA graph meanwhile, by default in the mode that forbids other threads
+    of its process what might be captured, and fails when they do it. What a thread of ours does is
+    none of the graph's, and it says so.
+    """
     context = ctypes.c_void_p()
     _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), _device(device))
     _call("cuCtxSetCurrent", context)
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED)))
 
 
 @contextmanager

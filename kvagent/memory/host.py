@@ -148,6 +148,18 @@ class HostMemory(MappedMemory):
             raise
         self.pages: Pages = "huge" if huge else _page_kind(self.address, nbytes)
 
+    @property
+    def advice(self) -> str:
+        """What to do for huge pages, where there are none though they would matter; else ""."""
+        if self.pages != "ordinary" or self.nbytes < HUGE_PAGE:
+            return ""
+        return (
+            f"the cache of {self.nbytes >> 20} MiB lies on ordinary pages, from which other "
+            "processes of this host read half as fast as from huge ones. As root: `sysctl "
+            f"vm.nr_hugepages={-(-self.nbytes // HUGE_PAGE)}` (or `echo advise > "
+            "/sys/kernel/mm/transparent_hugepage/shmem_enabled`), then start again"
+        )
+
     def close(self) -> None:
         super().close()
         fd, self.fd = self.fd, -1
