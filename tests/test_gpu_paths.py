@@ -128,6 +128,20 @@ def test_mirrors_of_several_ranks(
     producer.close()
 
 
+def test_a_read_that_fails_leaves_the_gpu_as_it_was(engines: Callable[..., Engine]) -> None:
+    """What had arrived of it is in the mirror only."""
+    producer, consumer = engines("prefill", "cpu"), engines("decode", "cuda:0", **HOST)
+    check(producer, consumer, "first", 0, TOKENS)
+    before = [cache.clone() for cache in consumer.caches[0].values()]
+    fabric = sidecar(producer).fabric
+    fabric.faults.fail = {fabric.reads + 1}
+    blocks = list(range(TOKENS // 4))
+    consumer.client.fetch("r", producer.client.offer("r", blocks, TOKENS), blocks)
+    assert "ordered to fail" in (consumer.received("r", LONG) or "")
+    assert all(map(torch.equal, before, consumer.caches[0].values()))
+    check(producer, consumer, "next", 0, TOKENS)
+
+
 def test_ranks_with_and_without_a_mirror_are_refused(
     engines: Callable[..., Engine], cuda: FakeCuda
 ) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import statistics
 import threading
 import time
@@ -115,7 +114,7 @@ def steps(pair: Pair, prompts: Sequence[Prompt], long_one: Prompt) -> Result:
             if stop.is_set():
                 return
 
-    others = OtherWork(pair)
+    others = OtherWork()
     with contextlib.suppress(TimeoutError):  # then the result shows it
         wait_for("a machine without other work", lambda: others.share(2.0) < 0.05, 60)
     thread = threading.Thread(target=stream)
@@ -148,10 +147,7 @@ def steps(pair: Pair, prompts: Sequence[Prompt], long_one: Prompt) -> Result:
 
 class OtherWork:
     """What the machine does besides: the share of its processors that is used by processes which
-    are neither ours nor a pair's. Figures from a machine that is shared say little."""
-
-    def __init__(self, pair: Pair) -> None:
-        self._pids = [os.getpid(), *pair.pids()]
+    this one did not start. Figures from a machine that is shared say little."""
 
     def share(self, seconds: float) -> float:
         self.start()
@@ -168,13 +164,12 @@ class OtherWork:
     def _used(self) -> tuple[float, float, float]:
         """Seconds: all, not idle, ours."""
         times = psutil.cpu_times()
-        total = sum(times)
         ours = 0.0
-        for pid in self._pids:
-            process = psutil.Process(pid)
-            for one in (process, *process.children(recursive=True)):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    ours += sum(one.cpu_times()[:2])
+        here = psutil.Process()
+        for process in (here, *here.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                ours += sum(process.cpu_times()[:2])
+        total = sum(times)
         return total, total - times.idle - times.iowait, ours
 
 

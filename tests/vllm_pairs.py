@@ -59,10 +59,6 @@ class Pair:
         """Where the timed connector of a server notes its steps; see tests/vllm_probe.py."""
         return self.folder / f"{name}-steps"
 
-    def pids(self) -> list[int]:
-        """Of the processes that were started; they have children."""
-        return [one.process.pid for one in (self.prefill, self.decode, self.proxy)]
-
     def transfer_config(self, name: str) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -119,9 +115,6 @@ class KVAgentPair(Pair):
             self.folder, full, "--config", str(file), "--http", f"127.0.0.1:{port}"
         )
         self.status[full] = Http(port)
-
-    def pids(self) -> list[int]:
-        return [*super().pids(), *(sidecar.process.pid for sidecar in self.sidecars.values())]
 
     def sidecar_metric(self, name: str, metric: str, **labels: str) -> float:
         return self.status[f"{name}-0"].metric(metric, **labels)

@@ -203,11 +203,11 @@ class Rank:
         try:
             if layout.kind == "vram":
                 await self._open_device(layout.device, ranges)
-            if self.mirror is not None:
-                layout = msgspec.structs.replace(layout, ranges=self.mirror.ranges)
+            bind = None if self.device is None else self.device.bind
+            if self.mirror is not None:  # then the fabric has to do with host memory alone
+                layout, bind = msgspec.structs.replace(layout, ranges=self.mirror.ranges), None
             fabric = self.make_fabric(name, self.config)
-            on_gpu = layout.kind == "vram"
-            await fabric.start(self.device.bind if self.device and on_gpu else None)
+            await fabric.start(bind)
             try:
                 await fabric.register(layout.ranges)
             except BaseException:
@@ -398,6 +398,8 @@ class Rank:
                 self.peers.forget_memory()
             finally:
                 self._gate.set()
+            if hung.task is not None:  # what it read before may be on its way to the cache
+                await asyncio.wait({hung.task}, timeout=self.config.fence_seconds)
 
     def sweep(self, now: float) -> None:
         """Forgets old results. `now` is `time.monotonic()`."""
