@@ -63,6 +63,12 @@ class _Group:
             states[self.lent[state][ids] > 0] = _STATES.index(state)
         return states
 
+    def in_use(self, ids: Ids) -> bool:
+        """Whether any of these is not free."""
+        return bool(
+            self.written[ids].any() or any(counts[ids].any() for counts in self.lent.values())
+        )
+
 
 class Holding:
     """The blocks of one lease or one fetch; made by the ledger, ended by its owner."""
@@ -117,7 +123,8 @@ class Ledger:
         """Ids by group, `RESERVED` now. Raises `BlockInUseError`."""
         known = self._known(blocks)
         for index, group, ids in known:
-            self._refuse(index, group, ids, group.states(ids) > 0)
+            if group.in_use(ids):
+                self._refuse(index, group, ids, group.states(ids) > 0)
         return Holding([(group, ids) for _, group, ids in known], BlockState.RESERVED)
 
     def counts(self) -> dict[str, int]:
@@ -132,8 +139,9 @@ class Ledger:
         for index, ids in blocks.items():
             group = self._groups.get(index)
             if group is not None:
-                inside = ids[(ids >= 0) & (ids < len(group.written))]
-                found.append((index, group, np.unique(inside)))
+                if len(ids) and (ids.min() < 0 or ids.max() >= len(group.written)):
+                    ids = ids[(ids >= 0) & (ids < len(group.written))]
+                found.append((index, group, ids))
         return found
 
     @staticmethod

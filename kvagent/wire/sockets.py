@@ -19,6 +19,11 @@ __all__ = ["MAX_FRAMES", "Bundle", "LoopContext", "LoopSocket"]
 
 log = logging.getLogger("kvagent.control")
 
+# As plain numbers: the operators of pyzmq's flags cost more than the calls that take them.
+_AT_ONCE = int(zmq.NOBLOCK)
+_EVENTS = int(zmq.EVENTS)
+_IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
+
 MAX_FRAMES = 64
 MAX_BYTES = 1 << 20
 """Of a bundle, about."""
@@ -52,7 +57,7 @@ class LoopSocket(zmq.Socket[bytes]):
             await asyncio.sleep(0)
         while True:
             try:
-                frames: list[zmq.Frame] = self.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames: list[zmq.Frame] = self.recv_multipart(_AT_ONCE, copy=False)
             except zmq.Again:
                 self._receiver = self._future()
                 self._taken = 0
@@ -80,7 +85,7 @@ class LoopSocket(zmq.Socket[bytes]):
     def deliver_now(self, frames: Sequence[bytes]) -> bool:
         """Sends if that is possible at once. Raises `zmq.ZMQError`."""
         try:
-            self.send_multipart(frames, zmq.NOBLOCK)
+            self.send_multipart(frames, _AT_ONCE)
         except zmq.Again:
             return False
         self._look()
@@ -98,10 +103,7 @@ class LoopSocket(zmq.Socket[bytes]):
     @property
     def writable(self) -> bool:
         """Whether there is somebody to send to, and room."""
-        events: Any = self.getsockopt(zmq.EVENTS)
-        if events & zmq.POLLIN and self._receiver is not None and not self._receiver.done():
-            self._receiver.set_result(None)
-        return bool(events & zmq.POLLOUT)
+        return bool(self._wake() & _OUT)
 
     def close(self, linger: int | None = None) -> None:
         """Who waits gets a `zmq.ZMQError`."""
@@ -129,13 +131,17 @@ class LoopSocket(zmq.Socket[bytes]):
         """Wakes those for whom the socket is ready."""
         if self.closed or (self._receiver is None and not self._senders):
             return
-        events: Any = self.getsockopt(zmq.EVENTS)
-        if events & zmq.POLLIN and self._receiver is not None and not self._receiver.done():
+        self._wake()
+
+    def _wake(self) -> int:
+        events = int(self.get(_EVENTS))
+        if events & _IN and self._receiver is not None and not self._receiver.done():
             self._receiver.set_result(None)
-        if events & zmq.POLLOUT and self._senders:
+        if events & _OUT and self._senders:
             for turn in self._senders:
                 if not turn.done():
                     turn.set_result(None)
+        return events
 
 
 class LoopContext(zmq.Context[LoopSocket]):
