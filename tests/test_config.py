@@ -103,6 +103,8 @@ def test_every_setting_can_be_in_the_file(tmp_path: Path) -> None:
         "inflight_bytes": 8192,
         "staging_bytes": 0,
         "staging_run_bytes": 1,
+        "kv_buffer": "host",
+        "nics": ["mlx5_0:1", "eth0"],
         "expected_transport": ["rdma", "tcp"],
         "log_level": "debug",
         "log_format": "json",

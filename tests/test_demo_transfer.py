@@ -147,7 +147,12 @@ class Pair:
                 pass
 
         def join(
-            options: EngineOptions, config: Any, revision: str, rank: int, leader: str | None
+            options: EngineOptions,
+            config: Any,
+            revision: str,
+            rank: int,
+            leader: str | None,
+            device: torch.device,
         ) -> tuple[FakeWorker, dict[str, torch.Tensor]]:
             from kvagent.demo.tp import Shard
 
