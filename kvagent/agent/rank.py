@@ -116,6 +116,7 @@ class Rank:
     _gate: asyncio.Event = field(default_factory=asyncio.Event)
     """Closed while a fence waits for what is in flight."""
     _parts: OrderedDict[str, PartRun] = field(default_factory=OrderedDict)
+    """Those that have ended are in the order of their ends."""
     _reading: int = 0
     """Parts without a result."""
 
@@ -403,11 +404,16 @@ class Rank:
 
     def sweep(self, now: float) -> None:
         """Forgets old results. `now` is `time.monotonic()`."""
-        for part_id, run in list(self._parts.items()):
-            if now >= run.forget_at or (
-                run.result is not None and len(self._parts) > MAX_KEPT_PARTS
-            ):
-                del self._parts[part_id]
+        excess = len(self._parts) - MAX_KEPT_PARTS
+        old: list[str] = []
+        for part_id, run in self._parts.items():
+            if run.result is None:
+                continue
+            if now < run.forget_at and len(old) >= excess:
+                break  # those after it ended later
+            old.append(part_id)
+        for part_id in old:
+            del self._parts[part_id]
 
     def reading(self) -> int:
         return self._reading
@@ -435,6 +441,7 @@ class Rank:
         self._reading -= 1
         run.result = state
         run.forget_at = time.monotonic() + KEEP_PARTS
+        self._parts.move_to_end(part.part_id)
         run.task = None  # it holds the message, and the block ids in it
         done(part.part_id, state)
         return state

@@ -19,7 +19,7 @@ import logging
 import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -278,37 +278,54 @@ class PeerClient:
         answer: asyncio.Future[Peer] = loop.create_future()
         self._open[call] = answer
         frames = [HEAD.pack(MAGIC, PROTOCOL, call), peer_codec.encode(message)]
-        until = loop.time() + timeout
+        question = _Question(message, frames, answer, loop.time() + timeout, timeout, again)
+        insisting: asyncio.Task[None] | None = None
+
+        def insist() -> None:
+            nonlocal insisting
+            insisting = asyncio.create_task(self._insist(question))
+
+        if self._control.chaos is None and self._socket.writable:
+            self._bundle.add(frames)
+            insists: asyncio.Handle = loop.call_later(min(again, timeout), insist)
+        else:
+            insists = loop.call_soon(insist)
         try:
-            while (left := until - loop.time()) > 0:
-                await self._transmit(frames, message, answer, left)
-                # Not `wait_for`: before Python 3.12 that can swallow a cancellation.
-                wait = max(0.001, min(again, until - loop.time()))
-                done, _ = await asyncio.wait({answer}, timeout=wait)
-                if not done:
-                    continue
-                reply = answer.result()
-                if isinstance(reply, Refused):
-                    raise HandshakeError(_explain(reply, self))
-                return reply
+            reply = await answer
         finally:
-            self._open.pop(call, None)
+            del self._open[call]
             answer.cancel()
+            insists.cancel()
+            if insisting is not None:
+                insisting.cancel()
+        if isinstance(reply, Refused):
+            raise HandshakeError(_explain(reply, self))
+        return reply
+
+    async def _insist(self, question: _Question) -> None:
+        """Sends again and again, until there is an answer or the time is up."""
+        loop, answer = asyncio.get_running_loop(), question.answer
+        while not answer.done() and (left := question.until - loop.time()) > 0:
+            await self._transmit(question, left)
+            wait = max(0.001, min(question.again, question.until - loop.time()))
+            await asyncio.wait({answer}, timeout=wait)
+        if answer.done():
+            return
         trouble = self._dialer.trouble if self._dialer is not None else ""
-        raise PeerGoneError(
-            f"{self} did not answer {type(message).__name__} within {timeout:g} s; "
-            + (trouble or "is the sidecar there, is its address right, and do both have keys?")
+        answer.set_exception(
+            PeerGoneError(
+                f"{self} did not answer {type(question.message).__name__} within "
+                f"{question.timeout:g} s; "
+                + (trouble or "is the sidecar there, is its address right, and do both have keys?")
+            )
         )
 
-    async def _transmit(
-        self, frames: list[bytes], message: Peer, answer: asyncio.Future[Peer], left: float
-    ) -> None:
+    async def _transmit(self, question: _Question, left: float) -> None:
         """Sends once connected; whether it did, shows in `answer`. `close` sets that first."""
-        if self._control.chaos is None and not self._socket.closed and self._socket.writable:
-            self._bundle.add(frames)
-            return
-        sending = asyncio.ensure_future(self._control.send(self._socket, frames, message))
-        either: set[asyncio.Future[Any]] = {sending, answer}
+        sending = asyncio.ensure_future(
+            self._control.send(self._socket, question.frames, question.message)
+        )
+        either: set[asyncio.Future[Any]] = {sending, question.answer}
         try:
             await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -358,6 +375,17 @@ class PeerClient:
             if not answer.done():
                 answer.set_exception(PeerGoneError(f"the connection to {self} was closed"))
         self._socket.close()
+
+
+class _Question(NamedTuple):
+    """One call that is open."""
+
+    message: Peer
+    frames: list[bytes]
+    answer: asyncio.Future[Peer]
+    until: float
+    timeout: float
+    again: float
 
 
 def _pairs(frames: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
