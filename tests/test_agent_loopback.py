@@ -472,12 +472,14 @@ def test_a_slow_read_is_renewed(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize("how", ["no renewal comes", "renewals are not answered"])
-def test_a_lease_that_ran_out_while_reading(engines: Engines, how: str) -> None:
+def test_a_lease_that_ran_out_while_reading(
+    engines: Engines, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     producer = engines("prefill", lease_seconds=1)
     consumer = engines("decode", 2, lease_seconds=1)
     good(producer, consumer, "first")
     if how == "no renewal comes":
-        sidecar(consumer).agent.leader.borrower._next_renewal = float("inf")
+        monkeypatch.setattr(sidecar(consumer).agent.leader.borrower, "_renew_due", lambda now: None)
     with sidecar(producer).holding(Renew):
         sidecar(producer).hang()
         consumer.client.fetch("r", offer(producer, "r"), LOCAL)
