@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvagent import EngineClient, ModelInfo, WorkerClient, WorkerInfo
+from kvagent.agent import peers as peers_module
 from kvagent.agent import rank as rank_module
 from kvagent.errors import AgentError, DrainingError
 from kvagent.wire.messages import Claim, Complete, Hello, Meet, Renew
@@ -189,6 +190,35 @@ def test_many_at_once(engines: Engines) -> None:
         ends |= out.finished_recving or set()
     assert all(same(producer, consumer, local=blocks) for blocks in places.values())
     at_rest(producer, consumer)
+
+
+def test_more_than_can_be_read_at_once_take_turns(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that wait can be cancelled, keep their leases, and hold up no other peer's."""
+    monkeypatch.setattr(peers_module, "READS_AT_ONCE", 2)
+    of = {"num_blocks": 128}
+    producer, other = engines("prefill", lease_seconds=1), engines("other")
+    consumer = engines("decode", 2, of={**of, "axes": NHD})
+    places = {f"r{i}": [3 * i + 10, 3 * i + 11, 3 * i + 12] for i in range(6)}
+    good(producer, consumer, "first")
+    sidecar(producer).hang()
+    for name, blocks in places.items():
+        consumer.client.fetch(name, offer(producer, name), blocks)
+    wait_for(lambda: len(sidecar(consumer).fabric._active) == 2, "two are read")
+    good(other, consumer, "others")
+    consumer.client.cancel("r4")
+    assert end(consumer, "r4", places.pop("r4")).startswith("cancelled:")
+    time.sleep(1.5)  # a lease and a half: they are renewed
+    sidecar(producer).resume()
+    order: list[str] = []
+    while len(order) < len(places):
+        out = consumer.until(lambda o: bool(o.finished_recving), LONG)
+        assert not out.failed_recving
+        order += sorted(out.finished_recving or ())
+    assert sorted(order) == sorted(places)
+    assert all(same(producer, consumer, local=blocks) for blocks in places.values())
+    at_rest(producer, other, consumer)
 
 
 def test_many_in_turn_leave_nothing(engines: Engines) -> None:

@@ -73,7 +73,7 @@ def wait_for(what: str, condition: Callable[[], Any], seconds: float = 60.0) -> 
     while not (value := condition()):
         if time.monotonic() > until:
             raise TimeoutError(f"{what}: not after {seconds:g} s")
-        time.sleep(0.02)
+        time.sleep(0.005)
     return value
 
 

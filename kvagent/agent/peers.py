@@ -29,6 +29,9 @@ from kvagent.wire.peer import PeerClient
 log = logging.getLogger("kvagent.peers")
 
 MAX_SESSIONS = 4096
+READS_AT_ONCE = 32
+"""Parts that are read from one engine at a time; others take turns, in the order they came. More
+would share the same wire, and all of them would end late."""
 IDLE_SECONDS = 600.0
 """A session that nobody used for so long is closed."""
 
@@ -60,6 +63,7 @@ class Session:
     sources: asyncio.Task[list[Source]] | None = None
     closed: bool = False
     users: int = 0
+    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READS_AT_ONCE))
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while nobody uses the session; only then may it be let go."""
 

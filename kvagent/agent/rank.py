@@ -457,7 +457,14 @@ class Rank:
             raise PeerGoneError(f"engine {part.engine_id} started afresh since the ticket")
         session.hold()
         try:
-            return await self._read_from(session, part, run, progress)
+            if session.turns.locked():
+                await self._unless_stopped(run, session.turns.acquire())
+            else:
+                await session.turns.acquire()
+            try:
+                return await self._read_from(session, part, run, progress)
+            finally:
+                session.turns.release()
         finally:
             session.let_go()
 

@@ -46,6 +46,8 @@ class SchedulerSide:
         self._consumes = consumes
         self._tickets: dict[str, Mapping[str, Any]] = {}
         """Of requests that have no blocks yet."""
+        self._aborted: set[str] = set()
+        """Requests whose fetch has yet to end, which is no failure then."""
         self._ended = Ended()
         self._stats = KVAgentStats()
 
@@ -111,6 +113,7 @@ class SchedulerSide:
             self._release(ticket)
             return None
         if self._link.fetching(request_id):
+            self._aborted.add(request_id)
             try:
                 self._link.cancel(request_id)
             except KVAgentError:
@@ -167,7 +170,9 @@ class SchedulerSide:
             fetches = msgspec.to_builtins(out.kv_connector_stats or {}).get("fetches", {})
             for request_id in out.finished_recving:
                 self._ended.received.add(request_id)
-                if request_id in out.failed_recving:
+                if request_id in self._aborted:
+                    self._aborted.remove(request_id)
+                elif request_id in out.failed_recving:
                     self._fetch_failed(request_id, out.failed_recving[request_id])
                 elif request_id in fetches:
                     self._stats.fetched(fetches[request_id])
