@@ -32,7 +32,7 @@ class Small(msgspec.Struct, frozen=True):
 
 
 def measure_small(bench: Bench, count: int, tick: Tick = lambda _: None) -> Small:
-    """One 64 KiB block at a time, the caller spinning on `step()`."""
+    """One 64 KiB block at a time."""
     blocks = 64
     workload = Workload(name="64 KiB", shape=BLOCK_64K, tokens=16, concurrency=blocks)
     with ExitStack() as stack:
@@ -49,7 +49,7 @@ def measure_small(bench: Bench, count: int, tick: Tick = lambda _: None) -> Smal
             requests = {name: Request([block], [block], 16)}
             tickets = bench.far.offer(requests)
             time.sleep(0.002)  # a ticket travels by way of a router: the offer is known by then
-            took.append(consumer.fetch(requests, tickets, spin=True)[0] * 1e6)
+            took.append(consumer.fetch(requests, tickets)[0] * 1e6)
             bench.far.settle([name])
         single = msgspec.structs.replace(workload, concurrency=1)
         bench.far.setup(single)
