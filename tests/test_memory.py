@@ -216,6 +216,25 @@ def free_huge_pages() -> int:
     return int(values["HugePages_Free"])
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize(("owner", "good"), [(0, True), (10001, True), (10002, False)])
+def test_memory_that_cannot_be_sealed_must_be_ours_or_roots(
+    monkeypatch: pytest.MonkeyPatch, owner: int, good: bool
+) -> None:
+    """vLLM runs as root in its image, and its sidecar does not."""
+    path = f"/dev/shm/kvagent-test-{os.getpid()}"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    os.unlink(path)
+    os.ftruncate(fd, MIB)
+    os.fchown(fd, owner, owner)
+    monkeypatch.setattr(os, "geteuid", lambda: 10001)
+    if good:
+        MappedMemory(fd, MIB).close()
+    else:
+        with pytest.raises(GeometryError, match="cannot be sealed, and belongs to another user"):
+            MappedMemory(fd, MIB)
+
+
 def test_who_does_without_huge_pages_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_huge_memfd", lambda nbytes: None)
     monkeypatch.setattr(host, "_page_kind", lambda address, nbytes: "ordinary")

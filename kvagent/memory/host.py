@@ -50,8 +50,8 @@ class MappedMemory:
 
     Takes over `fd`, also when it fails. `GeometryError`: too small, not shared memory, or not to
     be written. Memory that could shrink later is sealed; only memory that cannot be sealed (what
-    `shm_open` makes, and so torch's) is accepted as it is, from a process of our own user: the
-    engine and its sidecar share their fate anyway.
+    `shm_open` makes, and so torch's) is accepted as it is, when it belongs to our own user or root,
+    as those who may connect: the engine and its sidecar share their fate anyway.
     """
 
     def __init__(self, fd: int, nbytes: int, offset: int = 0) -> None:
@@ -244,7 +244,7 @@ def _check_received(fd: int, nbytes: int, offset: int) -> None:
     try:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
     except OSError:
-        if status.st_uid != os.geteuid():
+        if status.st_uid not in (0, os.geteuid()):
             raise GeometryError(
                 "the memory can shrink, cannot be sealed, and belongs to another user"
             ) from None
