@@ -127,21 +127,37 @@ def doctor(
         list[str] | None,
         typer.Option(help="HOST:PORT of a running engine's leader to read from; repeatable."),
     ] = None,
+    socket: Socket = None,
     bind: Bind = None,
     advertise: Advertise = None,
     http: Http = None,
     config_file: ConfigFile = None,
     keys: Keys = None,
     insecure: Insecure = None,
+    log_level: LogLevel = None,
+    log_format: LogFormat = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check this machine for what `serve` needs, given the same flags; 1 for warnings, 2 for
     errors."""
-    from kvagent.doctor.show import examine
+    from kvagent.config import split_address
 
     effective = settings(
-        config_file, bind=bind, advertise=advertise, http=http, keys=keys, insecure=insecure
+        config_file,
+        socket=socket,
+        bind=bind,
+        advertise=advertise,
+        http=http,
+        keys=keys,
+        insecure=insecure,
+        log_level=log_level,
+        log_format=log_format,
     )
+    for each in peer or []:
+        split_address(each, "peer")  # before torch and NIXL are loaded
+
+    from kvagent.doctor.show import examine
+
     raise typer.Exit(examine(effective.config, peer or [], as_json=as_json))
 
 

@@ -175,7 +175,11 @@ def _value(setting: Setting, text: str) -> Any:
         if kind in (bool, int, float):
             return msgspec.convert(text, kind, strict=False)
         return tomllib.loads(f"value = {text}")["value"]
-    except (msgspec.ValidationError, tomllib.TOMLDecodeError, KeyError) as error:
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f'{setting.variable}={text!r}: write a list as TOML does, for instance ["tcp"]'
+        ) from error
+    except (msgspec.ValidationError, KeyError) as error:
         raise ConfigError(f"{setting.variable}={text!r}: {error}") from error
 
 

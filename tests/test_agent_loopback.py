@@ -645,6 +645,18 @@ def test_a_follower_that_dies(engines: Engines) -> None:
     producer.sent("r", LONG)
 
 
+def test_a_follower_that_dies_while_the_peer_is_being_met(engines: Engines) -> None:
+    producer, consumer = engines("prefill"), engines("decode", 2)
+    team = sidecar(consumer).agent.leader.team
+    with sidecar(producer).holding(Hello) as reached:
+        consumer.client.fetch("r", offer(producer, "r"), LOCAL)
+        assert reached()
+        sidecar(consumer, 1).close()
+        wait_for(team.missing, "rank 1 is not missed")
+    assert end(consumer, "r").startswith("not_ready: waiting for ranks [1]")
+    producer.sent("r", LONG)
+
+
 def test_a_follower_that_starts_afresh(engines: Engines) -> None:
     producer, consumer = engines("prefill"), engines("decode", 2)
     good(producer, consumer, "first")

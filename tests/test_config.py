@@ -230,6 +230,17 @@ def test_bad_files(tmp_path: Path, text: str, problem: str) -> None:
         load(str(path), {})
 
 
+@pytest.mark.parametrize(
+    ("variable", "text"), [("KVAGENT_EXPECTED_TRANSPORT", "tcp"), ("KVAGENT_NICS", "mlx5_0:1,")]
+)
+def test_lists_in_variables(variable: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{variable}='{text}': write a list as TOML does, for"):
+        load_command(None, {}, {variable: text})
+    name = variable.removeprefix("KVAGENT_").lower()
+    config = load_command(None, {}, {variable: '["tcp"]'}).config
+    assert getattr(config, name) == ("tcp",)
+
+
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*No such file"):
         load(str(tmp_path / "none.toml"), {})

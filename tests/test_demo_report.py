@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,6 +14,8 @@ from kvagent.demo.ask import add_event
 from kvagent.demo.config import ModelConfig
 from kvagent.demo.prompts import demo_prompts
 from kvagent.demo.report import Answer, Report, Row, compare, kv_bytes, table
+from kvagent.demo.show import Demo
+from kvagent.errors import ConfigError
 
 EXPECTED = 230400
 
@@ -173,6 +176,21 @@ def test_events_add_up_to_an_answer() -> None:
     assert answer.kv_transfer == {"bytes": 12}
     add_event(answer, {"error": {"message": "the engine stopped"}})
     assert answer.error == "the engine stopped"
+
+
+def test_what_could_not_begin_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_model() -> Path:
+        raise ConfigError("the default model is not installed")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("kvagent.demo.show.default_model", no_model)
+    assert not Demo().run(as_json=False)
+    said = capsys.readouterr().out
+    assert "the default model is not installed" in said
+    assert "logs" not in said
+    assert not any(tmp_path.iterdir())
 
 
 def test_prompts_differ_in_text_and_length() -> None:

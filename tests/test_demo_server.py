@@ -192,10 +192,21 @@ def test_no_rank_outlives_a_killed_server(model: Path) -> None:
 
 
 def test_a_server_whose_rank_died_ends(model: Path) -> None:
-    with server(model, "--tp", "2") as (process, client):
+    with server(model, "--tp", "2") as (process, _):
         psutil.Process(process.pid).children()[0].kill()
-        response = client.post("/v1/completions", json={"prompt": PROMPT})
-        assert response.status_code == 500
+        assert process.wait(SECONDS) == 2
+
+
+def test_a_rank_that_dies_ends_the_requests_that_run(model: Path) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 90_000, "ignore_eos": True, "stream": True}
+    with server(model, "--tp", "2", "--num-blocks", "8192") as (process, client):
+        with client.stream("POST", "/v1/completions", json=body) as reply:
+            lines = (line for line in reply.iter_lines() if line)
+            next(lines)
+            psutil.Process(process.pid).children()[0].kill()
+            *_, last, done = lines
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == 500
+        assert done == "data: [DONE]"
         assert process.wait(SECONDS) == 2
 
 

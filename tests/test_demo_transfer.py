@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -40,6 +41,7 @@ class FakeClient:
         self.held = False
         self.failure: str | None = None
         self.refuses = False
+        self.lost = threading.Event()
         self._others = others
         self._offers: dict[str, tuple[str, list[int], int]] = {}
         self._ended = KVConnectorOutput()
@@ -84,8 +86,11 @@ class FakeClient:
         out, self._ended = self._ended, KVConnectorOutput()
         return out
 
+    def wait_lost(self) -> bool:
+        return self.lost.wait()
+
     def close(self) -> None:
-        pass
+        self.lost.set()
 
     # what stands for the sidecars
 

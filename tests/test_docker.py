@@ -89,7 +89,7 @@ def test_base_images_have_a_full_version() -> None:
     for name in ("compose.yml", "compose.vllm.yml"):
         for service in yaml.safe_load((DOCKER / name).read_text())["services"].values():
             tag = service["image"].rpartition(":")[2]
-            assert service.get("build") or re.fullmatch(r"v?\d+\.\d+\.\d+|cpu", tag)
+            assert re.fullmatch(r"v?\d+\.\d+\.\d+|cpu|gpu", tag)
 
 
 # ---------------------------------------------------------------- compose
@@ -111,6 +111,58 @@ def test_the_compose_client_takes_both_files() -> None:
     gpu = {"keys-root", "prefill-gpu", "decode-gpu"}
     assert resolve("compose.vllm.yml", "cpu")["services"].keys() == beside | cpu
     assert resolve("compose.vllm.yml", "gpu")["services"].keys() == beside | gpu
+
+
+@pytest.mark.parametrize(
+    ("name", "profiles"),
+    [("compose.yml", []), ("compose.vllm.yml", ["cpu"]), ("compose.vllm.yml", ["gpu"])],
+)
+def test_one_service_builds_each_image_and_no_pull_is_tried(name: str, profiles: list[str]) -> None:
+    services = resolve(name, *profiles)["services"].values()
+    built = [each["image"] for each in services if "build" in each]
+    assert sorted(built) == sorted({*built})
+    others = {each["image"] for each in services} - {*built}
+    assert {image.partition("/")[0] for image in others} == {"prom", "grafana"}
+
+
+def test_a_tag_is_one_target_of_the_image() -> None:
+    """As the Dockerfile's head and the README say, so that no file starts another one's image."""
+    tags = {}
+    for name, profiles in (("compose.yml", []), ("compose.vllm.yml", ["cpu", "gpu"])):
+        for service in resolve(name, *profiles)["services"].values():
+            if "build" in service and service["build"]["dockerfile"] == "docker/Dockerfile":
+                assert service["image"] not in tags
+                tags[service["image"]] = service["build"]["target"]
+    assert tags == {"kvagent-demo:cpu": "engine", "kvagent:cpu": "sidecar"}
+    text = (DOCKER / "Dockerfile").read_text()
+    assert "-t kvagent-demo:cpu --target engine" in text
+    assert "FROM sidecar" in text.splitlines()[-1]
+
+
+def test_each_gpu_container_sees_both_gpus_and_uses_one() -> None:
+    services = resolve("compose.vllm.yml", "gpu")["services"]
+    used = []
+    for side in ("prefill", "decode"):
+        service = services[f"{side}-gpu"]
+        (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert devices["device_ids"] == ["0", "1"]
+        assert (service["ipc"], service["pid"]) == ("host", "host")
+        assert "devices" not in service, "Docker starts nothing with a device that is missing"
+        used.append(service["environment"]["CUDA_VISIBLE_DEVICES"])
+    assert used == ["0", "1"]
+
+
+def test_the_rdma_file_adds_to_both_gpu_containers() -> None:
+    files = ("-f", DOCKER / "compose.vllm.yml", "-f", DOCKER / "compose.rdma.yml")
+    options = ("--profile", "gpu", "config", "--format", "json")
+    services = json.loads(run(program("docker-compose"), *files, *options))["services"]
+    plain = resolve("compose.vllm.yml", "gpu")["services"]
+    assert services.keys() == plain.keys()
+    for name, service in services.items():
+        added = {key: value for key, value in service.items() if plain[name].get(key) != value}
+        assert added.keys() == (
+            {"devices", "ulimits", "cap_add"} if name.endswith("-gpu") else set()
+        )
 
 
 def test_vllm_gets_settings_that_its_connector_takes() -> None:
@@ -298,6 +350,8 @@ def test_the_sidecar_is_a_native_one_with_probes_and_a_drain(side: str) -> None:
         ports = {port["name"] for port in container["ports"]}
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             assert container[probe]["httpGet"]["port"] in ports
+        # A hung container is killed, and not asked to drain.
+        assert container["livenessProbe"]["terminationGracePeriodSeconds"] == 5
     assert pod["spec"]["terminationGracePeriodSeconds"] > Config().drain_timeout + 30
     shared = {mount["name"] for mount in sidecar["volumeMounts"]}
     assert shared & {mount["name"] for mount in engine["volumeMounts"]} == {"socket", "tmp"}
@@ -310,12 +364,24 @@ def test_labels_ports_and_names_fit_together() -> None:
         chosen = [pod for pod in pods().values() if selector <= pod["metadata"]["labels"].items()]
         assert chosen, service["metadata"]["name"]
         for pod in chosen:
-            names = {
+            # Names of native sidecars' ports are for Services from Kubernetes 1.32 on.
+            targets = {
+                port["containerPort"]
+                for container in pod["spec"].get("initContainers", [])
+                for port in container.get("ports", [])
+            } | {
                 port["name"]
+                for container in pod["spec"]["containers"]
+                for port in container.get("ports", [])
+            }
+            assert {port["targetPort"] for port in service["spec"]["ports"]} <= targets
+            numbers = {
+                port["name"]: port["containerPort"]
                 for container in pod["spec"].get("initContainers", []) + pod["spec"]["containers"]
                 for port in container.get("ports", [])
             }
-            assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
+            for port in service["spec"]["ports"]:
+                assert port["port"] == numbers[port["name"]]
     monitor = next(each for each in manifests if each["kind"] == "PodMonitor")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert endpoint["port"] in {port["name"] for port in sidecar_of(pods()["prefill"])["ports"]}
@@ -341,6 +407,11 @@ def test_the_network_policy_lets_through_what_sidecars_use_and_no_more() -> None
     open_to = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
     assert open_to == {7100, 7200, 8000, 9100}
     assert policy["policyTypes"] == ["Ingress", "Egress"]
+    (router,) = policy["ingress"][1]["from"]
+    wanted = router["podSelector"]["matchLabels"].items()
+    labels = {name: pod["metadata"]["labels"].items() for name, pod in pods().items()}
+    assert [name for name in labels if wanted <= labels[name]] == ["proxy"]
+    assert ("app.kubernetes.io/name", "kvagent") in wanted
 
 
 @pytest.mark.parametrize("tree", TREES[1:])

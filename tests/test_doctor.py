@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -365,6 +367,18 @@ def test_peers_that_cannot_be_read(peer: PeerRead, severity: Severity, words: st
     assert words in finding.found
 
 
+def test_a_peer_that_is_no_address_is_refused_at_once() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from kvagent.cli import app;"
+        "flags = '--socket /s --log-level debug --log-format json'.split();"
+        "done = CliRunner().invoke(app, ['doctor', *flags, '--peer', 'a:1', '--peer', 'nowhere']);"
+        "print(done.exception); assert not {'torch', 'nixl'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "peer 'nowhere' is not HOST:PORT" in done.stdout
+
+
 RING = Ring(folder="/k", own="0a0a0a0a", allowed=("1b1b1b1b", "2c2c2c2c"))
 OPEN = Knock(Reach.OPEN, "it listens, and uses no keys")
 LOCKED = Knock(Reach.LOCKED, "it listens, and wants keys")
@@ -394,6 +408,12 @@ def test_what_is_said_of_a_door_that_is_no_peers(reach: Reach, words: str) -> No
         (PeerRead(knock=LOCKED), None, "wants keys; none are given here", "--keys DIR"),
         (PeerRead(knock=OPEN), RING, "uses no keys; ours are in /k", "start it with --keys"),
         (PeerRead(knock=LOCKED, error="no answer"), RING, "own key 0a0a0a0a", "/k/allowed"),
+        (
+            PeerRead(knock=LOCKED, error="it had none of the allowed keys, or uses no keys"),
+            RING,
+            "it had none of the allowed keys; here: own key",
+            "/k/allowed",
+        ),
         (PeerRead(knock=LOCKED, error="no answer"), RING, "1b1b1b1b, 2c2c2c2c", "*-0a0a0a0a.key"),
         (
             PeerRead(knock=LOCKED, error="keys: no pair"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import shutil
 import socket
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 from unittest.mock import Mock
@@ -15,6 +17,7 @@ from unittest.mock import Mock
 import pytest
 import zmq
 
+from kvagent.config import split_address
 from kvagent.doctor import peer as peer_module
 from kvagent.doctor.facts import Finding, Severity
 from kvagent.doctor.keys import check_keys, look_at_keys, read_ring
@@ -84,6 +87,48 @@ def test_what_else_listens() -> None:
             thread.start()
             assert knock(*server.getsockname()).reach is Reach.STRANGER
             thread.join(LONG)
+
+
+def test_its_http_port_is_a_stranger(stage: Stage) -> None:
+    """An HTTP server says nothing before the end of a line."""
+    (one,) = stage.sidecars(1, http="127.0.0.1:0")
+    http = one.agent._http
+    assert http is not None
+    assert knock(*split_address(http.address, "http"), seconds=1.0).reach is Reach.STRANGER
+
+
+def test_a_stranger_of_the_same_family() -> None:
+    """ZMTP with a password is no sidecar."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
+        other.setsockopt(zmq.PLAIN_SERVER, 1)
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        assert knock("127.0.0.1", port, LONG).reach is Reach.STRANGER
+
+
+@pytest.mark.parametrize("first", [b"S", b"\xff"])
+def test_who_speaks_slowly_keeps_nobody(first: bytes) -> None:
+    """A byte now and then is not a reason to wait for the next; nor is what cannot be a greeting,
+    even on a connection that stays open."""
+    over = threading.Event()
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+
+        def serve() -> None:
+            caller, _ = server.accept()
+            with caller, contextlib.suppress(OSError):
+                caller.sendall(first)
+                while not over.wait(0.1):
+                    if first == b"\xff":
+                        caller.sendall(b"\0")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        seconds = LONG if first == b"S" else 0.5
+        began = time.monotonic()
+        found = knock(*server.getsockname(), seconds=seconds)
+        assert time.monotonic() - began < 3, "60 bytes would take 6 s"
+        over.set()
+        thread.join(LONG)
+    assert found.reach is Reach.STRANGER
 
 
 def look_at_peer(stage: Stage, mine: str, theirs: str) -> tuple[PeerRead, Finding]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import pytest
 
+from kvagent.agent import http as http_module
+from kvagent.config import split_address
 from kvagent.visible.health import FORGET_SECONDS, IN_A_ROW, MAX_PEERS, PeerHealth
 from kvagent.visible.history import STEP_SECONDS, STEPS, Throughput
 from tests.harness import Engine
@@ -201,6 +205,62 @@ def test_cards_can_be_left_out(engines: Engines) -> None:
     one = sidecar(engines("decode", http=HTTP))
     assert get(one, "/status").json()["cards"]
     assert "cards" not in get(one, "/status?cards=0").json()
+
+
+class TestConnectionsThatAreNotUsed:
+    REQUEST = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+
+    def dial(self, one: LoopbackSidecar) -> socket.socket:
+        http = one.agent._http
+        assert http is not None
+        return socket.create_connection(split_address(http.address, "http"), LONG)
+
+    def ended(self, caller: socket.socket) -> bool:
+        try:
+            return caller.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+    @pytest.mark.parametrize("start", [b"", REQUEST[:-2], b"GET"])
+    def test_unfinished_requests(
+        self, stage: Stage, monkeypatch: pytest.MonkeyPatch, start: bytes
+    ) -> None:
+        monkeypatch.setattr(http_module, "ANSWER_SECONDS", 0.3)
+        (one,) = stage.sidecars(1, http=HTTP)
+        with self.dial(one) as first, self.dial(one) as later:
+            first.sendall(start)
+            later.sendall(self.REQUEST)
+            heard = b""
+            while b"ok" not in heard:
+                heard += later.recv(4096)
+            later.sendall(start)
+            assert self.ended(first)
+            assert self.ended(later)
+        assert get(one, "/healthz").text == "ok\n"
+
+    def test_an_answer_that_nobody_reads(
+        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(http_module, "ANSWER_SECONDS", 0.3)
+        monkeypatch.setattr(http_module, "page", lambda: "x" * (64 << 20))
+        (one,) = stage.sidecars(1, http=HTTP)
+        with self.dial(one) as caller:
+            caller.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            http = one.agent._http
+            assert http is not None
+            connections = http._server.server_state.connections
+            wait_for(lambda: connections, "it is connected")
+            wait_for(lambda: not connections, "it is closed")
+
+    def test_too_many(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(http_module, "MAX_CONNECTIONS", 3)
+        (one,) = stage.sidecars(1, http=HTTP)
+        with ExitStack() as stack:
+            callers = [stack.enter_context(self.dial(one)) for _ in range(3)]
+            more = stack.enter_context(self.dial(one))
+            assert self.ended(more)
+            callers[0].sendall(self.REQUEST)
+            assert callers[0].recv(4096).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("path", ["/", "/status"])

@@ -15,8 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvagent.agent.causes import CAUSES
 from kvagent.visible import figures, metrics
 from kvagent.visible.events import FetchEnd
+from kvagent.wire import control
+from kvagent.wire.keys import make_keys
 from tests.harness import Engine
-from tests.test_agent_loopback import LOCAL, failed, good, offer, sidecar
+from tests.loopback import Stage
+from tests.test_agent_loopback import LOCAL, failed, good, offer, sidecar, wait_for
 from tests.test_agent_loopback import engines as engines
 from tests.test_agent_loopback import stage as stage
 from tests.test_http import HTTP, get, status
@@ -141,7 +144,11 @@ def numbers(**changes: Any) -> dict[str, float]:
         telemetry_errors unexpected_transports bytes_received ready"""
     tables = """fetches fetches_ended leases leases_ended ledger read_bytes_by_transport
         failing_peers"""
-    fields: dict[str, Any] = dict.fromkeys(numbers.split(), 0) | {"silent_ranks": [], "peers": []}
+    fields: dict[str, Any] = dict.fromkeys(numbers.split(), 0) | {
+        "silent_ranks": [],
+        "peers": [],
+        "keys": None,
+    }
     fields |= {name: {} for name in tables.split()} | changes
     registry = metrics.make_registry(metrics.Histograms(), lambda: fields, lambda: None)
     return _samples(registry)
@@ -165,6 +172,29 @@ def test_causes_are_from_a_fixed_set() -> None:
         'kvagent_fetches_ended_total{cause="expired"}': 2,
         'kvagent_fetches_ended_total{cause="protocol"}': 1000,
     }
+
+
+def test_keys_that_go_are_seen(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "kvagent_keys_allowed" not in numbers(), "without keys"
+    monkeypatch.setattr(control, "LOOK_SECONDS", 0.05)
+    _, public = make_keys(str(tmp_path), "here")
+    own = public.stem.rpartition("-")[2]
+    (one,) = stage.sidecars(1, keys=str(tmp_path), http=HTTP)
+
+    def shown() -> tuple[dict[str, Any], str]:
+        return get(one, "/status").json()["keys"], get(one, "/metrics").text
+
+    keys, text = shown()
+    assert keys == {"own": own, "allowed": [own], "allowed_keys": 1, "problems": []}
+    assert "\nkvagent_keys_allowed 1.0\n" in text
+    public.write_text("no key")
+    wait_for(lambda: shown()[0]["problems"], "it is noticed")
+    keys, text = shown()
+    assert (keys["own"], keys["allowed"], keys["allowed_keys"]) == (own, [], 0)
+    assert str(public) in keys["problems"][0]
+    assert "\nkvagent_keys_allowed 0.0\n" in text
 
 
 def test_peers_are_bounded_and_escaped() -> None:

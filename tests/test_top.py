@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from importlib.metadata import version
+from typing import Any
 
+import msgspec
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvagent.cli import app
 from kvagent.errors import ConfigError
-from kvagent.top.ask import url_of
-from kvagent.top.render import amount, duration
+from kvagent.top.ask import Answer, Lost, Report, Throughput, url_of
+from kvagent.top.render import amount, duration, overview, screen
 from tests.harness import Engine
 from tests.loopback import LONG
 from tests.test_agent_loopback import LOCAL, failed, good, hung, offer, sidecar
@@ -53,6 +57,51 @@ def test_status(engines: Engines) -> None:
     consumer.client.quiesce(LONG)
     code, text = run("status", *places)
     assert (code, "quiesced" in text) == (1, True)
+
+
+def report(**changes: Any) -> Answer:
+    zero = msgspec.convert(
+        {"step_seconds": 5.0, "last_step_seconds": 1.0, "read_bytes": [10**9] * 24}
+        | {"fetches_failed": [1]},
+        Throughput,
+    )
+    fields: dict[str, Any] = dict.fromkeys(
+        ("uptime_seconds", "parts_reading", "bytes_read", "in_flight_bytes"), 0
+    )
+    fields |= {key: {} for key in ("fetches", "leases", "ledger")} | {"throughput": zero}
+    fields |= dict.fromkeys(("transfers", "failures", "peers"), ()) | {"version": "", "host": ""}
+    fields |= {"engine_id": "decode-llama-70b-a", "rank": 1, "world_size": 2, "role": "follower"}
+    fields |= {"ready": True, "not_ready": ""} | changes
+    return Answer(f"10.211.123.{changes['uptime_seconds']}:19100", Report(**fields), {})
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 130, 200])
+def test_addresses_and_states_stay_on_narrow_terminals(width: int) -> None:
+    answers = [
+        report(uptime_seconds=100),
+        report(uptime_seconds=200, ready=False, not_ready="draining", ledger={"free": 1}),
+        report(uptime_seconds=150, ready=False, not_ready="no engine has registered a cache"),
+        Lost("10.211.123.101:19100", "no answer in 3 s"),
+    ]
+    console = Console(width=width, height=50, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(overview(answers, width))
+    lines = captured.get().splitlines()
+    assert max(map(len, lines)) <= width
+    for answer, state in zip(answers, ("ready", "draining", "no engine", "lost:"), strict=True):
+        (line,) = [line for line in lines if answer.address in line]
+        assert state in line
+    for title, least in (("failed", 60), ("reading", 60), ("rank", 80), ("last 2 min", 200)):
+        assert (title in lines[0]) == (width >= least), title
+    assert ("█" * 24 in captured.get()) == (width == 200)
+    with console.capture() as captured:
+        console.print(screen(answers, console))
+    assert all(answer.address in captured.get() for answer in answers)
+
+
+def test_nobody_listens() -> None:
+    for host in ("127.0.0.1", "localhost"):
+        assert "lost: nobody listens there" in run("status", f"{host}:1")[1]
 
 
 def test_version() -> None:

@@ -6,6 +6,7 @@ starts exactly what stands there, counts right, and leaves nothing behind.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import msgspec
 import psutil
 import pytest
@@ -22,12 +24,13 @@ import yaml
 
 from kvagent.demo.processes import Children
 from kvagent.demo.report import Answer
-from kvagent.errors import ConfigError
+from kvagent.errors import ConfigError, KVAgentError
 from kvagent.two_nodes.compose import ENGINE_ONLY, Service, read_compose
 from kvagent.two_nodes.containers import ENTRYPOINT, Containers, command_of, environment_of
-from kvagent.two_nodes.namespaces import HIDDEN, World
-from kvagent.two_nodes.outage import long_prompts
+from kvagent.two_nodes.namespaces import HIDDEN, Network, World
+from kvagent.two_nodes.outage import Drill, long_prompts
 from kvagent.two_nodes.report import Hardship, Moment, Outage, hardship, outage_table
+from kvagent.two_nodes.show import TwoNodesShow, _Stage
 
 ROOT = Path(__file__).parent.parent
 COMPOSE = ROOT / "docker/compose.yml"
@@ -182,11 +185,10 @@ def test_what_it_does_not_know_is_refused(tmp_path: Path, old: str, new: str, sa
 
 def test_a_circle_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "compose.yml"
-    build = {"context": ".", "dockerfile": "x", "target": "y"}
     services = {
         name: {
             "image": "i",
-            "build": build,
+            "build": {"context": ".", "dockerfile": "x", "target": "y"} if name == "a" else None,
             "depends_on": {other: {"condition": "service_healthy"}},
         }
         for name, other in (("a", "b"), ("b", "a"))
@@ -258,6 +260,87 @@ def test_the_prompts_are_long_and_differ() -> None:
     prompts = long_prompts(3)
     assert len({*prompts}) == 3
     assert min(map(len, prompts)) > 1000
+
+
+# ---------------------------------------------------------------- the cut
+
+
+class Cable:
+    """A `Network` of which it is written down what was done to it."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def limit(self, service: str, megabits: float) -> None:
+        self.done.append(f"limit {service}")
+
+    def unlimit(self, service: str) -> None:
+        self.done.append(f"unlimit {service}")
+
+    def cut(self, service: str) -> None:
+        self.done.append(f"cut {service}")
+
+    def mend(self, service: str) -> None:
+        self.done.append(f"mend {service}")
+
+
+def drilled(monkeypatch: pytest.MonkeyPatch, rounds: list[list[int]]) -> tuple[Any, Cable]:
+    """What `_suffer` says when the bytes of 10 that have arrived are these, each time that somebody
+    looks; the answers of a round are there at its end."""
+    cable, looks = Cable(), iter(rounds)
+    left: list[int] = []
+    ended = asyncio.Event()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        arrived = left.pop(0) if left else 10
+        if not left:
+            ended.set()
+        return httpx.Response(200, json={"transfers": [{"bytes": arrived, "wanted_bytes": 10}]})
+
+    async def timed(client: object, url: str, prompt: str, max_tokens: int) -> tuple[Answer, float]:
+        if not left:
+            left.extend(next(looks))
+            ended.clear()
+        await ended.wait()
+        return Answer(text=prompt, token_ids=[1], prompt_tokens=3), 1.0
+
+    monkeypatch.setattr("kvagent.two_nodes.outage.timed", timed)
+
+    async def suffer() -> Any:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            drill = Drill(cast(Network, cable), "producer", "consumer", "http://x", client)
+            stage = cast(Any, object.__new__(_Stage))
+            stage.options = TwoNodesShow(compose=COMPOSE, cut_seconds=0.0)
+            return await stage._suffer(drill, "http://y", lambda _: None), drill
+
+    return asyncio.run(suffer()), cable
+
+
+CUT = ["limit consumer", "cut producer", "mend producer", "unlimit consumer"]
+MISSED = ["limit consumer", "unlimit consumer"]
+
+
+def test_the_link_is_cut_when_a_transfer_is_less_than_half_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ((prompts, answers), drill), cable = drilled(monkeypatch, [[0, 0, 4, 5, 5]])
+    assert cable.done == CUT
+    assert (drill.at_cut.arrived_bytes, drill.at_cut.wanted_bytes) == (5, 10)
+    assert [answer.text for answer, _ in answers] == prompts == long_prompts(9)[:3]
+
+
+def test_a_moment_that_was_missed_is_waited_for_again_with_other_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ((prompts, answers), drill), cable = drilled(monkeypatch, [[0, 6], [0, 10], [4, 5, 5]])
+    assert drill.done
+    assert cable.done == [*MISSED, *MISSED, *CUT]
+    assert [answer.text for answer, _ in answers] == prompts == long_prompts(9)
+
+
+def test_there_is_an_end_to_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KVAgentError, match="nothing could be cut in 3 tries"):
+        drilled(monkeypatch, [[0, 6], [0], [9]])
 
 
 # ---------------------------------------------------------------- what it leaves behind

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import statistics
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import Any
 import psutil
 
 from tests.vllm_pairs import Pair
-from tests.vllm_servers import ROOT, Answer, Http, Prompt, together, wait_for
+from tests.vllm_servers import ROOT, Answer, Http, Prompt, Server, together, wait_for
 
 ANSWER = 24
 """Tokens of each answer that is compared."""
@@ -102,7 +103,8 @@ def _transfer_line(pair: Pair) -> str:
 
 def steps(pair: Pair, prompts: Sequence[Prompt], long_one: Prompt) -> Result:
     """One decode runs while the prompts, which are computed already, are pulled, four at a time;
-    the first before it, so that the servers know each other. Milliseconds between its tokens, and
+    the first before it, so that the servers know each other. The thread that decodes has its core
+    to itself, as where such servers are run in earnest. Milliseconds between its tokens, and
     microseconds that the connector took of each step."""
     first, *tickets = [pair.prefill.ticket(prompt) for prompt in prompts]
     pair.decode.complete(prompts[0], 2, kv_transfer_params=first)
@@ -115,6 +117,7 @@ def steps(pair: Pair, prompts: Sequence[Prompt], long_one: Prompt) -> Result:
             if stop.is_set():
                 return
 
+    _leave_core_to(pair.decode)
     others = OtherWork()
     with contextlib.suppress(TimeoutError):  # then the result shows it
         wait_for("a machine without other work", lambda: others.share(2.0) < 0.05, 60)
@@ -177,6 +180,21 @@ class OtherWork:
                 ours += sum(process.cpu_times()[:2])
         total = sum(times)
         return total, total - times.idle - times.iowait, ours
+
+
+def _leave_core_to(server: Server) -> None:
+    """Moves all that we have started to core 0, but for the main thread of a server's worker."""
+    (worker,) = (
+        process
+        for process in psutil.Process(server.process.pid).children(recursive=True)
+        if process.name() == "VLLM::Worker"
+    )
+    here = psutil.Process()
+    for process in (here, *here.children(recursive=True)):
+        for thread in process.threads():
+            if thread.id != worker.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(thread.id, {0})
 
 
 def _step_series(noted: Sequence[Sequence[tuple[float, float]]]) -> dict[str, list[float]]:

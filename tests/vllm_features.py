@@ -5,6 +5,7 @@ What vLLM alone answers is asked of the prefill server, without a ticket.
 
 from __future__ import annotations
 
+import functools
 import uuid
 from typing import Any
 
@@ -81,15 +82,16 @@ def aborts(pair: KVAgentPair, prompts: Prompts) -> Result:
 
     for _ in range(2):
         pair.prefill.ticket(prompts.take(500))
-    fetching = lambda: pair.sidecar_metric("decode", "kvagent_fetches")  # noqa: E731
+    fetching = functools.partial(pair.sidecar_metric, "decode", "kvagent_fetches")
     failed = pair.failures()
     for _ in range(3):
         prompt = prompts.take(800)
         ticket = pair.prefill.ticket(prompt)
         pair.sidecars["prefill-0"].stop()
         pair.decode.leave(prompt, until=fetching, kv_transfer_params=ticket)
-        wait_for("the end of the fetch", lambda: not fetching())
+        wait_for("the abort", lambda: not fetching() or fetching(state="draining"))
         pair.sidecars["prefill-0"].resume()
+        wait_for("the end of the fetch", lambda: not fetching())
     failed = int(pair.failures() - failed)
 
     idle = lambda: pair.sidecar_metric("prefill", "kvagent_leases") == 0  # noqa: E731

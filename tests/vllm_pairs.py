@@ -139,6 +139,8 @@ class KVAgentPair(Pair):
         self.sidecars.pop("prefill-0").close()
         self.embedded = True
         self.prefill = self._server("prefill", "kv_producer", self.prefill_cores).wait()
+        self.proxy.close()
+        self.proxy = Proxy(self.folder, self.prefill, self.decode)
 
     def transfer_config(self, name: str) -> dict[str, Any]:
         if name == "prefill" and self.embedded:

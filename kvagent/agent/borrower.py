@@ -434,6 +434,10 @@ class Borrower:
             cause = f"peer_restarted: engine {message.engine_id} started afresh since the ticket"
             self._feed(running, Event.CONNECT_FAILED, cause)
             return
+        missing = self.team.missing()
+        if missing:  # lost since the fetch came: its share would never be read
+            self._feed(running, Event.CONNECT_FAILED, f"not_ready: {missing}")
+            return
         session.hold()
         running.session = session
         self._feed(running, Event.CONNECTED)

@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvagent.config import join_address
 from kvagent.errors import ConfigError
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvagent.http")
 
+MAX_CONNECTIONS = 256
+"""At once; more are closed."""
+ANSWER_SECONDS = 10.0
+"""Idle connections, between an answer and the next request, are closed by uvicorn after 5."""
 NOT_CACHED = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
@@ -68,6 +73,30 @@ def app(agent: Agent) -> Starlette:
     )
 
 
+class _Http(H11Protocol):
+    """A connection that ends unless its first answer, and then each next one, is there in time.
+
+    uvicorn itself waits for the rest of a request, and for a reader of its answer, for ever.
+    """
+
+    _end: asyncio.TimerHandle
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._end = self.loop.call_later(ANSWER_SECONDS, transport.abort)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+
+    def on_response_complete(self) -> None:
+        self._end.cancel()
+        self._end = self.loop.call_later(ANSWER_SECONDS, self.transport.abort)
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end.cancel()
+        super().connection_lost(exc)
+
+
 class _Uvicorn(uvicorn.Server):
     """Signals are the agent's business."""
 
@@ -97,6 +126,8 @@ async def serve(agent: Agent) -> Server:
         app(agent),
         host=address[0],
         port=address[1],
+        http=_Http,
+        ws="none",
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -1,6 +1,10 @@
 """The step loop: one thread that schedules, computes, samples and sends out tokens.
 
 Everything that touches the scheduler runs on that thread; other threads put calls into its inbox.
+
+A sidecar that is gone does not come back: one that is started in its place knows no worker and no
+cache. So the engine ends too, and whoever supervises it starts it again. On the host it first
+finishes its requests: memory of the cache stays as long as somebody maps it. GPU memory does not.
 """
 
 from __future__ import annotations
@@ -27,6 +31,10 @@ _OFFER_POLL = 0.010
 """Seconds between two looks at the transfers when there is nothing to compute."""
 
 
+def _nothing() -> None:
+    """Put into the inbox to wake the loop."""
+
+
 class Engine:
     """An engine with all its ranks; `start` it, in the end `close` it. For the main thread."""
 
@@ -46,16 +54,23 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
         self.failed = False
+        """Takes no more requests, and will end or has."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, on_failure: Callable[[], None] = lambda: None) -> None:
-        """`on_failure` is called on the engine's thread when it breaks down."""
+        """`on_failure` is called on the engine's thread when it ends by itself."""
         self._on_failure = on_failure
         self._thread.start()
+        self.workers.watch(self._lost)
+        if self._transfers is not None:
+            threading.Thread(
+                target=self._watch_sidecar, args=(self._transfers,), name="sidecar", daemon=True
+            ).start()
 
     def close(self) -> None:
         """Ends the loop after the step that it is in, and all processes."""
-        self._inbox.put(self._stop)
+        self._closing = True
+        self._inbox.put(_nothing)
         if self._thread.is_alive():
             self._thread.join()
         if self._transfers is not None:
@@ -78,7 +93,7 @@ class Engine:
         capacity = self.options.num_blocks * self.options.block_size
         longest = min(capacity, self.config.max_positions)
         if self.failed:
-            return "the engine has broken down"
+            return "this engine takes no more requests; its log says why"
         if not request.prompt:
             return "the prompt is empty"
         if not all(0 <= token < self.config.vocab_size for token in request.prompt):
@@ -92,18 +107,33 @@ class Engine:
             )
         return ""
 
-    def _stop(self) -> None:
-        self._closing = True
+    def _watch_sidecar(self, transfers: Transfers) -> None:
+        transfers.wait_lost()
+        self._lost("the sidecar of rank 0 is gone")
+
+    def _lost(self, what: str) -> None:
+        """On any thread."""
+        if self._closing or self.failed:
+            return
+        logger.error("%s: this engine takes no more requests and ends", what)
+        self.failed = True
+        self._inbox.put(_nothing)
+
+    @property
+    def _over(self) -> bool:
+        finished = not self.workers.on_host or self.scheduler.num_requests == 0
+        return self._closing or (self.failed and finished)
 
     def _run(self) -> None:
         try:
-            while not self._closing:
+            while not self._over:
                 if not self._step():
                     self._wait()
                 self._take_calls()
         except Exception:
             logger.exception("the engine has broken down")
             self.failed = True
+        if self.failed:
             self.scheduler.fail_all()
             self._on_failure()
 

@@ -59,7 +59,8 @@ def serve_engine(
 
     `model` is a Hugging Face directory or a GGUF file, by default `default_model()`. For the
     other settings see `EngineOptions`. Port 0 takes a free one; the address is printed when the
-    engine is ready. Raises `KVAgentError` when it cannot start, or broke down later.
+    engine is ready. Raises `KVAgentError` when it cannot start, and when it broke down or lost a
+    sidecar later: then start it again.
     """
     path = Path(model) if model is not None else default_model()
     options = EngineOptions(
@@ -92,7 +93,7 @@ def serve_engine(
             print(f"kvagent demo engine on http://{shown}:{bound_port}", flush=True)
             server.run(sockets=[listener])
             if engine.failed:
-                raise KVAgentError("the engine broke down; its error is above")
+                raise KVAgentError("the engine has ended, see above; start it again")
     except KeyboardInterrupt:
         pass
     finally:
@@ -113,7 +114,8 @@ def create_app(engine: Engine, name: str) -> Starlette:
         try:
             answer.submit()
         except ValueError as problem:
-            return JSONResponse(api.error(400, str(problem)), 400)
+            code = 503 if engine.failed else 400
+            return JSONResponse(api.error(code, str(problem)), code)
         if body.stream:
             return StreamingResponse(answer.events(), media_type="text/event-stream")
         return await _unless_gone(http, answer)

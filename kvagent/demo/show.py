@@ -54,7 +54,7 @@ class Demo:
 
         Says on the screen what happens. With `as_json` that goes to standard error, and the last
         line of standard output is a `Report`, also when something could not be started. Logs are
-        kept when something went wrong. For the main thread of a process.
+        kept when something went wrong, if there are any. For the main thread of a process.
         """
         console = Console(stderr=as_json, highlight=False, markup=False)
         if not console.is_terminal:
@@ -68,7 +68,7 @@ class Demo:
             interrupted = True
             raise
         finally:
-            if ok or interrupted:
+            if ok or interrupted or not any(folder.iterdir()):
                 shutil.rmtree(folder, ignore_errors=True)
             else:
                 console.print(f"The logs of all processes are in {folder}", soft_wrap=True)

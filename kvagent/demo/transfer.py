@@ -1,12 +1,14 @@
 """Everything that makes this an engine with disaggregation: all calls of kvagent are here.
 
-An engine of another make needs the same five places:
+An engine of another make needs the same six places:
 
   1. each worker joins its sidecar and gets its cache memory from there   `join_sidecar`
   2. a finished prefill is offered, its blocks are kept                   `Transfers.offer`
   3. a request with a ticket fetches instead of computing                 `Transfers.fetch`
   4. a request that is given up is said to be                             `release`, `cancel`
   5. once a step, the scheduler asks what has finished                    `Transfers.poll`
+  6. threads wait for the end of a sidecar: whoever supervises this
+     engine starts it again, and it joins as at first                     `wait_lost`
 
 And one rule: **blocks that were named in an offer or a fetch are not used for anything else until
 `poll` reports that request**, whatever happens in between. A fetch that failed is no error: the
@@ -168,6 +170,10 @@ class Transfers:
     def offered(self) -> int:
         """Offers whose end `poll` has yet to report."""
         return len(self._offered)
+
+    def wait_lost(self) -> None:
+        """Returns when rank 0's sidecar is gone, or after `close`. For a thread of its own."""
+        self._client.wait_lost()
 
     def close(self) -> None:
         self._client.close()

@@ -1,7 +1,8 @@
 """One tensor-parallel rank: its share of the model and its cache; and the processes of all ranks.
 
 Rank 0 lives in the engine's process. Each other rank is a child that reads one line of JSON per
-step from its standard input; the end of that pipe, however the parent ended, ends the child.
+step from its standard input; the end of that pipe, however the parent ended, ends the child. On
+its standard output it says that it is ready, and that its sidecar is gone.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,6 +33,7 @@ from kvagent.errors import ConfigError, KVAgentError
 _HOST = "127.0.0.1"
 _EXIT_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1
+_READY, _LOST = b"ready\n", b"lost\n"
 
 
 class _Setup(msgspec.Struct, frozen=True):
@@ -90,6 +93,23 @@ class Worker:
         ]
         self.model = Model(self.config, self._weights, self._shard, self._group, caches)
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the cache is host memory: that stays ours when the sidecar is gone."""
+        return self._weights.norm.device.type == "cpu"
+
+    def tell_when_lost(self, tell: Callable[[], None]) -> None:
+        """`tell` is called, on a thread, when this rank's sidecar is gone."""
+        client = self._client
+        if client is None:
+            return
+
+        def wait() -> None:
+            client.wait_lost()
+            tell()
+
+        threading.Thread(target=wait, name="sidecar", daemon=True).start()
+
     def close(self) -> None:
         self._group.close()
         if self._client is not None:
@@ -123,6 +143,7 @@ class Workers:
     def __init__(self, options: EngineOptions) -> None:
         store = None
         self._children: list[subprocess.Popen[bytes]] = []
+        self._watchers: list[threading.Thread] = []
         try:
             if options.tp > 1:
                 store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
@@ -133,7 +154,7 @@ class Workers:
             self._broadcast(_Start(self._own.join(leader=None)))
             for rank, child in enumerate(self._children, start=1):
                 assert child.stdout is not None
-                if not child.stdout.readline():
+                if child.stdout.readline() != _READY:
                     raise KVAgentError(f"rank {rank} ended while starting; its error is above")
             self._own.meet(store)
         except BaseException:
@@ -147,6 +168,24 @@ class Workers:
         logits = self._own.model.forward(chunks)
         assert logits is not None
         return logits
+
+    @property
+    def on_host(self) -> bool:
+        return self._own.on_host
+
+    def watch(self, on_end: Callable[[str], None]) -> None:
+        """`on_end` is called, on a thread for each rank above 0, with what has happened: that its
+        sidecar is gone, or that it has ended, at last by `close`."""
+
+        def wait(rank: int, child: subprocess.Popen[bytes]) -> None:
+            assert child.stdout is not None
+            lost = child.stdout.readline() == _LOST
+            on_end(f"the sidecar of rank {rank} is gone" if lost else f"rank {rank} has ended")
+
+        for each in enumerate(self._children, start=1):
+            thread = threading.Thread(target=wait, args=each, name=f"rank {each[0]}", daemon=True)
+            thread.start()
+            self._watchers.append(thread)
 
     def close(self) -> None:
         self._end_children(_EXIT_SECONDS)
@@ -175,6 +214,9 @@ class Workers:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
+        for thread in self._watchers:
+            thread.join()
+        for child in self._children:
             assert child.stdout is not None
             child.stdout.close()
 
@@ -193,12 +235,18 @@ def main() -> None:
     if not first:
         return
     worker.join(msgspec.json.decode(first, type=_Start).leader)
-    print("ready", flush=True)
+    os.write(sys.stdout.fileno(), _READY)
+    worker.tell_when_lost(_say_lost)
     worker.meet(TCPStore(_HOST, setup.store_port, is_master=False))
     decoder = msgspec.json.Decoder(list[Chunk])
     for line in sys.stdin.buffer:
         worker.model.forward(decoder.decode(line))
     worker.close()
+
+
+def _say_lost() -> None:
+    # Not `print`: a thread must not hold its lock while the process ends.
+    os.write(sys.stdout.fileno(), _LOST)
 
 
 def _die_with(parent: int) -> None:

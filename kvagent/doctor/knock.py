@@ -7,6 +7,7 @@ A sidecar's control socket greets whoever connects with 64 bytes that say whethe
 from __future__ import annotations
 
 import socket
+import time
 from enum import Enum
 
 import msgspec
@@ -39,7 +40,7 @@ class Knock(msgspec.Struct, frozen=True):
 
 
 def knock(host: str, port: int, seconds: float = SECONDS) -> Knock:
-    """Connects, and reads the greeting; each may take `seconds`."""
+    """Connects, and reads the greeting; each may take `seconds`, whatever the other side does."""
     try:
         caller = socket.create_connection((host, port), seconds)
     except (socket.gaierror, UnicodeError) as error:
@@ -51,22 +52,36 @@ def knock(host: str, port: int, seconds: float = SECONDS) -> Knock:
     except OSError as error:
         return Knock(Reach.NO_WAY, f"no connection: {_said(error)}")
     with caller:
-        greeting = _hear(caller)
+        greeting = _hear(caller, seconds)
     if not greeting:
         return Knock(Reach.MUTE, f"it takes connections, and says nothing within {seconds:g} s")
     if len(greeting) < GREETING_BYTES or (greeting[0], greeting[9]) != (0xFF, 0x7F):
         return Knock(Reach.STRANGER, "what listens there is not the control socket of a sidecar")
-    if greeting[_MECHANISM].rstrip(b"\0") == b"CURVE":
+    mechanism = greeting[_MECHANISM].rstrip(b"\0")
+    if mechanism == b"CURVE":
         return Knock(Reach.LOCKED, "it listens, and wants keys")
-    return Knock(Reach.OPEN, "it listens, and uses no keys")
+    if mechanism == b"NULL":
+        return Knock(Reach.OPEN, "it listens, and uses no keys")
+    return Knock(Reach.STRANGER, "what listens there speaks ZMTP, and is no sidecar's")
 
 
-def _hear(caller: socket.socket) -> bytes:
-    """The first bytes that the other side says to the beginning of a greeting."""
+def _hear(caller: socket.socket, seconds: float) -> bytes:
+    """The first bytes that the other side says to the beginning of a greeting. To one that says
+    nothing in half of the time two ends of lines are sent: an HTTP server waits for them."""
     heard = b""
+    end = time.monotonic() + seconds
     try:
         caller.sendall(_BEGINNING)
-        while len(heard) < GREETING_BYTES and (more := caller.recv(GREETING_BYTES)):
+        caller.settimeout(seconds / 2)
+        try:
+            heard = caller.recv(GREETING_BYTES)
+        except TimeoutError:
+            caller.sendall(b"\r\n\r\n")
+        while len(heard) < GREETING_BYTES and heard[:1] in (b"", _BEGINNING[:1]):
+            caller.settimeout(max(0.001, end - time.monotonic()))
+            more = caller.recv(GREETING_BYTES)
+            if not more:
+                break
             heard += more
     except OSError:  # it hung up, or says no more
         pass

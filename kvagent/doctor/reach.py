@@ -47,8 +47,9 @@ def why_closed(peer: PeerRead, ring: Ring | None) -> tuple[str, str]:
         return f"{seen}; {peer.error}", "it may be stopped or overloaded: look at its log"
     if ring.error:
         return ring.error, "see the check keys"
+    error = peer.error.removesuffix(", or uses no keys")  # it greeted with the wish for them
     return (
-        f"{seen}; {peer.error}; here: {ring}",
+        f"{seen}; {error}; here: {ring}",
         f"run `kvagent doctor --keys DIR` there. Its own key has to be among the allowed here: "
         f"copy its public key into {ring.folder}/allowed. And {ring.own} has to be among the "
         f"allowed there: copy {ring.folder}/allowed/*-{ring.own}.key into its allowed folder. Both "

@@ -132,9 +132,24 @@ async def _ask(client: httpx.AsyncClient, address: str, url: str) -> Answer | Lo
     except httpx.InvalidURL as error:
         raise ConfigError(f"{address}: {error}") from error
     except httpx.HTTPError as error:
-        return Lost(address, _plain(str(error)) or type(error).__name__)
+        return Lost(address, _plain(_why(error)))
     except msgspec.MsgspecError as error:
         return Lost(address, f"this is not the /status of a sidecar: {_plain(str(error))}")
+
+
+def _why(error: httpx.HTTPError) -> str:
+    """In the kernel's words, where it said something: httpx hides them."""
+    causes: list[BaseException] = [error]
+    words = str(error) or type(error).__name__
+    for cause in causes:  # grows
+        if isinstance(cause, ConnectionRefusedError):
+            return "nobody listens there"
+        if isinstance(cause, OSError) and cause.strerror:
+            words = cause.strerror
+        # Of several addresses of a host, the groups of Python 3.11 and of its backport.
+        inner = (cause.__cause__, cause.__context__, *getattr(cause, "exceptions", ()))
+        causes += [each for each in inner if each is not None and each not in causes]
+    return words
 
 
 def _clean(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +17,29 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _SPARKS = " ▁▂▃▄▅▆▇█"
 SPARK_STEPS = 24
 FAILURES = 8
+GAP = 2
+"""Blanks between columns."""
+_LEAST = {
+    "sidecar": 21,  # an IPv4 address and a port
+    "engine": 6,
+    "rank": 11,
+    "state": 12,
+    "reading": 10,
+    "last 2 min": SPARK_STEPS,
+    "fetches": 9,
+    "leases": 6,
+    "blocks used": 11,
+    "failed": 6,
+    "up": 7,
+}
+"""The overview's columns, and how narrow each may become."""
+_WORDS = {"sidecar": 80, "engine": 40, "rank": 11, "state": 80}
+"""Those that hold words, and how wide each may become where there is room."""
+_DROPPED = (
+    *("last 2 min", "blocks used", "leases", "fetches", "up", "rank", "engine", "failed"),
+    "reading",
+)
+"""In this order, where there is none."""
 
 
 def amount(value: float) -> str:
@@ -37,45 +60,83 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
-def overview(answers: Sequence[Answer | Lost]) -> Table:
-    """One row for each sidecar."""
-    table = _table("sidecar", "engine", "rank", "state")
-    table.columns[1].max_width = 40
-    for title in ("reading", "last 2 min", "fetches", "leases", "blocks used", "failed", "up"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for answer in answers:
-        if isinstance(answer, Lost):
-            table.add_row(
-                Text(answer.address), "", "", Text(f"lost: {answer.why}", "red"), *[""] * 7
-            )
-            continue
-        report = answer.report
-        follower = report.role == "follower"
-        blocks = sum(report.ledger.values())
-        used = blocks - report.ledger.get("free", 0)
-        leases = report.leases.get("offered", 0) + report.leases.get("claimed", 0)
-        failed = sum(report.throughput.fetches_failed)
-        table.add_row(
-            Text(answer.address),
-            _name(report.engine_id or "–"),
-            _rank(report),
-            _state(report),
-            f"{amount(report.throughput.rate)}/s",
-            Text(_spark(report.throughput.read_bytes), "cyan"),
-            f"{report.parts_reading} shares" if follower else str(sum(report.fetches.values())),
-            "–" if follower else str(leases),
-            f"{100 * used / blocks:.0f} %" if blocks else "–",
-            Text(str(failed), "red" if failed else "") if not follower else "–",
-            duration(report.uptime_seconds),
+def overview(answers: Sequence[Answer | Lost], width: int) -> Table:
+    """One row for each sidecar. What does not fit into `width` columns is left out, the least
+    important first; addresses and states stay."""
+    rows = [_row(answer) for answer in answers]
+    widths = _widths(rows, width)
+    table = _table()
+    for title in [each for each in _LEAST if each in widths]:
+        number = title not in _WORDS
+        table.add_column(
+            title,
+            width=widths[title],
+            overflow="fold",
+            no_wrap=number,
+            justify="right" if number else "left",
         )
+    for row in rows:
+        table.add_row(*(row.get(title, Text()) for title in widths))
     return table
 
 
-def screen(answers: Sequence[Answer | Lost], height: int) -> Group:
-    """The overview, transfers with bars, peers and the newest failures; about `height` lines."""
+def _row(answer: Answer | Lost) -> dict[str, Text]:
+    """Cells by title."""
+    if isinstance(answer, Lost):
+        return {"sidecar": Text(answer.address), "state": Text(f"lost: {answer.why}", "red")}
+    report = answer.report
+    follower = report.role == "follower"
+    blocks = sum(report.ledger.values())
+    used = blocks - report.ledger.get("free", 0)
+    leases = report.leases.get("offered", 0) + report.leases.get("claimed", 0)
+    failed = sum(report.throughput.fetches_failed)
+    own = sum(report.fetches.values())
+    return {
+        "sidecar": Text(answer.address),
+        "engine": _name(report.engine_id or "–"),
+        "rank": Text(_rank(report)),
+        "state": _state(report),
+        "reading": Text(f"{amount(report.throughput.rate)}/s"),
+        "last 2 min": Text(_spark(report.throughput.read_bytes), "cyan"),
+        "fetches": Text(f"{report.parts_reading} shares" if follower else str(own)),
+        "leases": Text("–" if follower else str(leases)),
+        "blocks used": Text(f"{100 * used / blocks:.0f} %" if blocks else "–"),
+        "failed": Text("–") if follower else Text(str(failed), "red" if failed else ""),
+        "up": Text(duration(report.uptime_seconds)),
+    }
+
+
+def _widths(rows: Sequence[dict[str, Text]], width: int) -> dict[str, int]:
+    """Of the columns that fit, in their order. A terminal's table would rather fold the words."""
+    full = {
+        title: max([len(title), *(row[title].cell_len for row in rows if title in row)])
+        for title in _LEAST
+    }
+    widths = {
+        title: min(least, full[title]) if title in _WORDS else max(least, full[title])
+        for title, least in _LEAST.items()
+    }
+    dropped = iter(_DROPPED)
+    while (spare := width - sum(widths.values()) - GAP * (len(widths) - 1)) < 0:
+        title = next(dropped, "")
+        if not title:
+            break
+        del widths[title]
+    for title, most in _WORDS.items():
+        if title in widths and spare > 0:
+            more = min(spare, max(0, min(most, full[title]) - widths[title]))
+            widths[title] += more
+            spare -= more
+    return widths
+
+
+def screen(answers: Sequence[Answer | Lost], console: Console) -> Group:
+    """The overview, transfers with bars, peers and the newest failures; about the console's
+    height."""
     found = [answer for answer in answers if isinstance(answer, Answer)]
-    parts: list[RenderableType] = [overview(answers)]
-    room = max(3, (height - len(answers) - 12) // 2)
+    table = overview(answers, console.width)
+    parts: list[RenderableType] = [table]
+    room = max(3, (console.height - len(console.render_lines(table)) - 11) // 2)
     transfers = list(_transfers(found))
     if transfers:
         parts.append(_titled("transfers under way", len(transfers), room))
@@ -163,7 +224,7 @@ def _titled(title: str, count: int, room: int) -> Text:
 
 
 def _table(*titles: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, GAP, 0, 0))
     for title in titles:
         table.add_column(title, overflow="fold")
     return table

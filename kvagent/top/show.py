@@ -37,7 +37,8 @@ def show_status(addresses: Sequence[str], *, as_json: bool) -> bool:
         ]
         print(msgspec.json.encode(found).decode())
     else:
-        _console().print(overview(answers))
+        console = _console()
+        console.print(overview(answers, console.width))
     return all(isinstance(answer, Answer) and answer.report.ready for answer in answers)
 
 
@@ -56,7 +57,7 @@ async def _top(addresses: Sequence[str], every: float, rounds: int | None) -> No
                 if done:
                     await asyncio.sleep(every)
                 answers = await ask_all(client, addresses)
-                live.update(screen(answers, console.height), refresh=True)
+                live.update(screen(answers, console), refresh=True)
                 done += 1
 
 

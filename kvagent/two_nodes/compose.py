@@ -113,10 +113,11 @@ class Compose(_Strict, frozen=True, kw_only=True):
     volumes: dict[str, Volume | None]
 
     def ours(self) -> dict[str, Service]:
-        """The services of the image that is built here; the others are other people's programs.
-        In an order in which each comes after those that it depends on."""
+        """The services of an image that one of them builds; the others are other people's
+        programs. In an order in which each comes after those that it depends on."""
         found: dict[str, Service] = {}
-        waiting = {name: each for name, each in self.services.items() if each.build is not None}
+        built = {each.image for each in self.services.values() if each.build is not None}
+        waiting = {name: each for name, each in self.services.items() if each.image in built}
         while waiting:
             ready = [
                 n for n, each in waiting.items() if not each.depends_on.keys() & waiting.keys()

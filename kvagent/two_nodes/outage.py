@@ -16,7 +16,11 @@ from kvagent.errors import KVAgentError
 from kvagent.two_nodes.namespaces import Network
 from kvagent.two_nodes.report import Moment
 
-__all__ = ["Drill", "Timed", "long_prompts", "peer_transport"]
+__all__ = ["TRIES", "Drill", "Timed", "long_prompts", "peer_transport"]
+
+TRIES = 3
+"""How often prompts are sent for a moment in which a transfer is less than half done. On a busy
+machine such a moment can pass between two looks."""
 
 _LOOK_SECONDS = 0.01
 _CUT_DEADLINE = 120.0
@@ -45,6 +49,10 @@ class Drill:
         self.stalled_bytes = 0
         self.cut_seconds = 0.0
 
+    @property
+    def done(self) -> bool:
+        return self.cut_seconds > 0
+
     async def run(
         self,
         url: str,
@@ -55,8 +63,8 @@ class Drill:
         seconds: float,
         say: Callable[[str], None],
     ) -> list[Timed]:
-        """Sends all prompts at once, cuts the link for `seconds` when a transfer is half done, and
-        returns the answers."""
+        """Sends all prompts at once, cuts the link for `seconds` when a transfer is less than half
+        done, and returns the answers. Not `done` after it when no such transfer was seen."""
         self._link.limit(self._consumer, megabits)
         asked = [
             asyncio.create_task(timed(self._client, url, prompt, max_tokens)) for prompt in prompts
@@ -75,8 +83,10 @@ class Drill:
     ) -> None:
         deadline = time.monotonic() + _CUT_DEADLINE
         while not _half_done(moment := await self._look()):
-            if all(task.done() for task in asked) or time.monotonic() > deadline:
-                raise KVAgentError("no transfer was seen under way, so nothing could be cut")
+            if all(task.done() for task in asked):
+                return
+            if time.monotonic() > deadline:
+                raise KVAgentError(f"no transfer began in {_CUT_DEADLINE:g} s")
             await asyncio.sleep(_LOOK_SECONDS)
         started = time.monotonic()
         # The producer's end, so that we still see what the consumer's sidecar says.

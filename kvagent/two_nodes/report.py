@@ -16,9 +16,9 @@ __all__ = ["Hardship", "Moment", "Outage", "TwoNodes", "hardship", "outage_table
 
 
 class Hardship(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that was under way when the link was cut. `kv`: how the decode engine came by the
-    prompt's cache in the end. `why` is the cause when it was recomputed; `seconds` is from the
-    request to the end of its answer. `problem` is empty when the text is that of an engine alone.
+    """A request of the outage. `kv`: how the decode engine came by the prompt's cache in the end.
+    `why` is the cause when it was recomputed; `seconds` is from the request to the end of its
+    answer. `problem` is empty when the text is that of an engine alone.
     """
 
     prompt_tokens: int
@@ -41,7 +41,8 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 
 class Outage(msgspec.Struct, frozen=True, kw_only=True):
     """The link between the nodes, limited to `rate_mbit_per_s`, was down for `cut_seconds`.
-    `stalled_bytes` is what arrived meanwhile: what was in the sidecar's socket already. After it
+    `stalled_bytes` is what arrived meanwhile: what was in the sidecar's socket already. `requests`
+    are those that were sent for it, also in tries in which no transfer was seen under way. After it
     one more prompt was sent: `after`."""
 
     ok: bool

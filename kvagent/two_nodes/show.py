@@ -27,7 +27,7 @@ from kvagent.errors import KVAgentError
 from kvagent.two_nodes.compose import Compose, Service, read_compose
 from kvagent.two_nodes.containers import Containers
 from kvagent.two_nodes.namespaces import World
-from kvagent.two_nodes.outage import Drill, Timed, long_prompts, peer_transport, timed
+from kvagent.two_nodes.outage import TRIES, Drill, Timed, long_prompts, peer_transport, timed
 from kvagent.two_nodes.report import Outage, TwoNodes, hardship, outage_table
 from kvagent.two_nodes.stage import ALONE_PORT, start_alone, start_services
 
@@ -37,6 +37,8 @@ _LOG_WIDTH = 120
 _SILENCE_SECONDS = 300.0
 """A bound against hangs only: the longest a server may take to say the next thing."""
 _ALONE = f"http://127.0.0.1:{ALONE_PORT}"
+_AT_ONCE = 3
+"""Long prompts, when the link is to be cut."""
 _KV_DTYPE = "float32"
 """The default of `kvagent engine`, which the compose file leaves as it is."""
 _PROBE = "import socket; socket.create_connection(('{}', {}), timeout=2)"
@@ -72,7 +74,7 @@ class TwoNodesShow:
             interrupted = True
             raise
         finally:
-            if ok or interrupted:
+            if ok or interrupted or not any(folder.iterdir()):
                 shutil.rmtree(folder, ignore_errors=True)
             else:
                 console.print(f"The logs of all processes are in {folder}", soft_wrap=True)
@@ -136,16 +138,7 @@ class _Stage:
             say(f"{link_bytes / 1e6:.1f} MB over the link, by {transport}")
 
             drill = Drill(fabric, "prefill-sidecar", "decode-sidecar", sidecar, client)
-            cut = long_prompts(3)
-            say(f"sending {len(cut)} long prompts over {self.options.megabits:g} Mbit/s")
-            suffered = await drill.run(
-                proxy,
-                cut,
-                self.options.max_tokens,
-                megabits=self.options.megabits,
-                seconds=self.options.cut_seconds,
-                say=say,
-            )
+            cut, suffered = await self._suffer(drill, proxy, say)
             say("sending one more prompt")
             after = await self._ask(client, proxy, cut[:1])
 
@@ -181,6 +174,30 @@ class _Stage:
             )
         )
         return not any(reached)
+
+    async def _suffer(
+        self, drill: Drill, url: str, say: Callable[[str], None]
+    ) -> tuple[list[str], list[Timed]]:
+        """Sends prompts until the link was cut in the middle of a transfer; all of them, and their
+        answers."""
+        prompts = long_prompts(_AT_ONCE * TRIES)
+        answers: list[Timed] = []
+        while not drill.done and len(answers) < len(prompts):
+            batch = prompts[len(answers) :][:_AT_ONCE]
+            say(f"sending {len(batch)} long prompts over {self.options.megabits:g} Mbit/s")
+            answers += await drill.run(
+                url,
+                batch,
+                self.options.max_tokens,
+                megabits=self.options.megabits,
+                seconds=self.options.cut_seconds,
+                say=say,
+            )
+            if not drill.done:
+                say("no transfer was seen under way, so nothing was cut")
+        if not drill.done:
+            raise KVAgentError(f"nothing could be cut in {TRIES} tries: give it a lower --megabits")
+        return prompts[: len(answers)], answers
 
     async def _ask(
         self, client: httpx.AsyncClient, url: str, prompts: Sequence[str]

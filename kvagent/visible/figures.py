@@ -262,6 +262,13 @@ FIGURES = (
         _one("handshakes_refused"),
     ),
     Figure(
+        "kvagent_keys_allowed",
+        "gauge",
+        "rank",
+        "public keys in the `allowed` folder; with 0 nobody can connect. Only with `keys`",
+        lambda status: {(): status["keys"]["allowed_keys"]} if status["keys"] else {},
+    ),
+    Figure(
         "kvagent_messages_rejected",
         "counter",
         "rank",

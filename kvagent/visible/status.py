@@ -20,6 +20,7 @@ from kvagent.core.compare import EngineShape
 from kvagent.core.lease import LeaseState
 from kvagent.core.regions import RankLayout
 from kvagent.fabric.witness import UNKNOWN
+from kvagent.wire.keys import fingerprint
 
 if TYPE_CHECKING:
     from kvagent.agent.agent import Agent
@@ -30,7 +31,7 @@ __all__ = ["cards", "status", "why_not_ready"]
 FIRST_ADDRESS = 1 << 32
 """Where the first memory range of a rank is said to lie in /status."""
 MAX_ROWS = 200
-"""Of transfers, of leases, and of peers."""
+"""Of transfers, of leases, of peers, and of keys."""
 VERSION = version("kvagent")
 
 
@@ -79,6 +80,7 @@ def status(agent: Agent) -> dict[str, Any]:
         "fences": rank.fences,
         "handshakes": rank.peers.handshakes,
         "handshakes_refused": rank.peers.refusals,
+        "keys": _keys(agent),
         "messages_rejected": agent.peers.rejected,
         "telemetry_errors": watch.errors,
         "chaos": dict(chaos.done) | {"messages": chaos.messages} if chaos is not None else None,
@@ -91,6 +93,20 @@ def status(agent: Agent) -> dict[str, Any]:
         "failing_peers": watch.health.failing(now),
         "peers": [_peer(agent, session, now) for session in sessions[:MAX_ROWS]],
         "peers_open": len(sessions),
+    }
+
+
+def _keys(agent: Agent) -> dict[str, Any] | None:
+    """Fingerprints of public keys, as they are in the names of the files."""
+    if not agent.control.has_keys:
+        return None
+    ring = agent.control.ring
+    allowed = sorted(map(fingerprint, ring.allowed))
+    return {
+        "own": fingerprint(ring.own.public),
+        "allowed": allowed[:MAX_ROWS],
+        "allowed_keys": len(allowed),
+        "problems": list(ring.problems[:MAX_ROWS]),
     }
 
 

@@ -35,6 +35,9 @@ class Dialer:
     def __init__(self, control: Control, socket: LoopSocket, address: str) -> None:
         """Raises what `connect` does for something that is no address."""
         self._control, self._socket, self._address = control, socket, address
+        # Else libzmq tries a wrong key again by itself, and when this loop is late, the event of
+        # that is taken for an answer to the next key, which is given up untried.
+        socket.setsockopt(zmq.RECONNECT_STOP, zmq.RECONNECT_STOP_HANDSHAKE_FAILED)
         self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED)
         self._key: bytes | None = None
         self.trouble = ""
@@ -83,7 +86,9 @@ class Dialer:
                 mine = fingerprint(self._control.own.public)
                 self.trouble = f"it refused the key of this sidecar ({mine})"
                 return False
-            self.trouble = "it had none of the allowed keys, or uses no keys"
+        else:
+            if keys:
+                self.trouble = "it had none of the allowed keys, or uses no keys"
         return False
 
     async def _event(self) -> int:

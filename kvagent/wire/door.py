@@ -45,7 +45,9 @@ class Door:
             good = domain == DOMAIN and key in self._allowed()
             if not good:
                 self.denied += 1
-                self._complain(address.decode(errors="replace"), key)
+                # An IPv4 address comes as that of an IPv6 socket.
+                host = address.decode(errors="replace").removeprefix("::ffff:")
+                self._complain(host, key)
             status = (b"200", b"", key) if good else (b"400", b"not allowed", b"")
             await self._socket.deliver([who, empty, VERSION, number, *status, b""])
 

@@ -311,12 +311,13 @@ class PeerClient:
             await asyncio.wait({answer}, timeout=wait)
         if answer.done():
             return
-        trouble = self._dialer.trouble if self._dialer is not None else ""
+        trouble = "is the sidecar there, is its address right, and do both have keys?"
+        if self._dialer is not None:
+            trouble = self._dialer.trouble or "is the sidecar there, and is its address right?"
         answer.set_exception(
             PeerGoneError(
                 f"{self} did not answer {type(question.message).__name__} within "
-                f"{question.timeout:g} s; "
-                + (trouble or "is the sidecar there, is its address right, and do both have keys?")
+                f"{question.timeout:g} s; {trouble}"
             )
         )
 
