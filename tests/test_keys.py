@@ -393,7 +393,7 @@ def test_a_server_that_refuses_us_is_not_taken_for_one_with_another_key(
             dialer = client._dialer
             assert dialer is not None
             known = dialer._control._known
-            while not known:  # noqa: ASYNC110
+            while not known:
                 troubles.append(dialer.trouble)
                 await asyncio.sleep(0.01)
             assert list(known.values()) == [server.public]

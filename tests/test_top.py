@@ -77,7 +77,7 @@ def report(**changes: Any) -> Answer:
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 130, 200])
 def test_addresses_and_states_stay_on_narrow_terminals(width: int) -> None:
-    answers = [
+    answers: list[Answer | Lost] = [
         report(uptime_seconds=100),
         report(uptime_seconds=200, ready=False, not_ready="draining", ledger={"free": 1}),
         report(uptime_seconds=150, ready=False, not_ready="no engine has registered a cache"),

@@ -434,7 +434,7 @@ class Borrower:
             cause = f"peer_restarted: engine {message.engine_id} started afresh since the ticket"
             self._feed(running, Event.CONNECT_FAILED, cause)
             return
-        missing = self.team.missing()
+        missing = self.team.missing() or self.team.silent_text(self._now())
         if missing:  # lost since the fetch came: its share would never be read
             self._feed(running, Event.CONNECT_FAILED, f"not_ready: {missing}")
             return
