@@ -80,8 +80,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Of a cache on a GPU: `device`: the GPU's memory is read from and written into. `host`: by way
     of a copy of the whole cache in host memory, for transports that cannot take GPU memory."""
     nics: tuple[str, ...] = ()
-    """Of a cache on a GPU: what UCX_NET_DEVICES is set to, unless it is set (as in `["mlx5_0:1", "eth0"]`).
-    Empty: the RDMA ports next to that GPU, and every other interface. Not when embedded."""
+    """Of a cache on a GPU: what UCX_NET_DEVICES is set to, unless it is set; for example
+    `["mlx5_0:1", "eth0"]`. Empty: the RDMA ports next to that GPU, and every other interface. Not
+    when embedded."""
     expected_transport: tuple[str, ...] = ()
     """What peers' bytes should come by: of `shared_memory`, `cuda_ipc`, `rdma` and `tcp`. The log
     warns of peers that are read by another one. Empty: no expectation."""
