@@ -15,6 +15,7 @@ import pytest
 
 from kvagent import EngineClient, FullAttentionSpec, ModelInfo, WorkerClient, WorkerInfo
 from kvagent.agent import local_server
+from kvagent.agent.local_server import Connection
 from kvagent.client.channel import Channel
 from kvagent.errors import AgentError, AgentLostError, GeometryError, KVAgentError, ProtocolError
 from kvagent.wire import local
@@ -41,8 +42,10 @@ from kvagent.wire.messages import (
     Register,
     Release,
     Renew,
+    Resume,
     SharedRange,
     Verdict,
+    Waiting,
     Welcomed,
 )
 from kvagent.wire.peer import PeerClient
@@ -424,3 +427,29 @@ def test_claims_of_what_is_never_offered(
     finally:
         stranger.close()
     still_good(producer, consumer)
+
+
+def test_what_an_engine_said_before_it_went_is_heard() -> None:
+    """Also when something was sent to it in between."""
+    heard: list[Local] = []
+
+    async def work() -> None:
+        ended = asyncio.Event()
+
+        async def handler(connection: Connection, message: Local) -> None:
+            heard.append(message)
+
+        async def closed(connection: Connection) -> None:
+            ended.set()
+
+        engine, here = socket.socketpair()
+        connection = Connection(here, handler, closed)
+        engine.sendall(local.frame(Attach()) + local.frame(Resume()))
+        engine.close()
+        connection.send(Waiting(reason="nobody reads this"))
+        connection.send(Waiting(reason="nor this"))
+        await asyncio.wait_for(ended.wait(), LONG)
+        await connection.close()
+
+    asyncio.run(work())
+    assert heard == [Attach(), Resume()]

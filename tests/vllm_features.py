@@ -94,8 +94,12 @@ def aborts(pair: KVAgentPair, prompts: Prompts) -> Result:
         wait_for("the end of the fetch", lambda: not fetching())
     failed = int(pair.failures() - failed)
 
-    idle = lambda: pair.sidecar_metric("prefill", "kvagent_leases") == 0  # noqa: E731
-    wait_for("the end of all leases", idle, pair.lease_seconds + 20)
+    leases = functools.partial(pair.sidecar_metric, "prefill", "kvagent_leases")
+    wait_for(
+        "the end of all leases",
+        lambda: not leases(state="offered") and not leases(state="claimed"),
+        pair.lease_seconds + 20,
+    )
     right = _asked(pair, prompts.take(1900))
     return {
         "ok": right and failed == 0,

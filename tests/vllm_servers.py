@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -62,9 +63,12 @@ def environment() -> Path | None:
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """Below the ports that outgoing connections take, of which one could be gone again."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_for(what: str, condition: Callable[[], Any], seconds: float = 60.0) -> Any:

@@ -56,6 +56,7 @@ class Connection:
         self._unsent = bytearray()
         self._fds: list[int] = []
         self._open = True
+        self._deaf = False
         self.ended_by_us = False
         sock.setblocking(False)
         self._loop.add_reader(sock.fileno(), self._readable)
@@ -63,7 +64,7 @@ class Connection:
 
     def send(self, message: Local, fds: Sequence[int] = ()) -> None:
         """Queues a frame. Descriptors go at once: the socket of a waiting caller is empty."""
-        if not self._open:
+        if not self._open or self._deaf:
             return
         data = local.frame(message)
         try:
@@ -76,7 +77,7 @@ class Connection:
         except BlockingIOError:
             sent = 0
         except OSError as error:
-            self._end(f"send: {error}")
+            self._hung_up(error)
             return
         if sent < len(data):
             self._unsent += memoryview(data)[sent:]
@@ -133,11 +134,19 @@ class Connection:
         except BlockingIOError:
             return
         except OSError as error:
-            self._end(f"send: {error}")
+            self._hung_up(error)
             return
         del self._unsent[:sent]
         if not self._unsent:
             self._loop.remove_writer(self._socket.fileno())
+
+    def _hung_up(self, error: OSError) -> None:
+        """Nobody reads there any more. What they said before they went is still to be read, up to
+        the end of the stream."""
+        log.debug("send to %s: %s", self.role or "nobody", error)
+        self._deaf = True
+        self._unsent.clear()
+        self._loop.remove_writer(self._socket.fileno())
 
     def _end(self, why: str, *, by_us: bool = False) -> None:
         if not self._open:
