@@ -99,7 +99,14 @@ def peer_messages(hello: m.Hello, welcome: m.Welcome, ticket: dict[str, Any]) ->
         m.Claim(transfer_id=name, token=token, fetch_id=fetch, engine_id=engine, digest=bytes(32)),
         m.Renew(leases=(m.LeaseRef(name, fetch), m.LeaseRef("t2", "f2"))),
         m.Renewed(verdicts=("held",)),
-        m.Complete(transfer_id=name, token=token, fetch_id=fetch),
+        m.Complete(
+            engine_id=engine,
+            leases=(
+                m.Completion(name, token, fetch, bytes(32)),
+                m.Completion("t2", bytes(16), "f2", bytes(32)),
+            ),
+        ),
+        m.Completed(epoch="e", verdicts=("held", "unknown")),
         m.Release(transfer_id=name, token=bytes(16), fetch_id=fetch),
         m.Verdict(verdict="held", epoch="e", lease_seconds=30.0),
         m.Part(

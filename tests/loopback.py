@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -23,6 +23,11 @@ T = TypeVar("T")
 
 LONG = 20.0
 """Seconds; a bound against hangs."""
+
+
+async def answered(answer: Peer | Coroutine[Any, Any, Peer]) -> Peer:
+    """What a sidecar's handler answers, which it may do at once."""
+    return await answer if asyncio.iscoroutine(answer) else answer
 
 
 class LoopbackSidecar:
@@ -69,11 +74,13 @@ class LoopbackSidecar:
         arrived = threading.Event()
         handler = self.agent.peers._handler
 
-        async def gate(message: Peer) -> Peer:
-            if isinstance(message, kind):
-                arrived.set()
-                await loop_event.wait()
-            return await handler(message)
+        async def held(message: Peer) -> Peer:
+            arrived.set()
+            await loop_event.wait()
+            return await answered(handler(message))
+
+        def gate(message: Peer) -> Peer | Coroutine[Any, Any, Peer]:
+            return held(message) if isinstance(message, kind) else handler(message)
 
         self.agent.peers._handler = gate
         try:
@@ -81,6 +88,22 @@ class LoopbackSidecar:
         finally:
             self.agent.peers._handler = handler
             self.stage.call(loop_event.set)
+
+    @contextmanager
+    def hearing(self) -> Iterator[list[Peer]]:
+        """Gives the messages of other sidecars that come meanwhile; each is answered at once."""
+        heard: list[Peer] = []
+        handler = self.agent.peers._handler
+
+        def listen(message: Peer) -> Peer | Coroutine[Any, Any, Peer]:
+            heard.append(message)
+            return handler(message)
+
+        self.agent.peers._handler = listen
+        try:
+            yield heard
+        finally:
+            self.agent.peers._handler = handler
 
     def close(self) -> None:
         if not self._closed:

@@ -26,6 +26,9 @@ from kvagent.wire.messages import (
     Attach,
     Cancel,
     Claim,
+    Complete,
+    Completed,
+    Completion,
     Drop,
     Failed,
     Hello,
@@ -395,6 +398,15 @@ def test_guesses_about_leases(pair: tuple[Engine, Engine, Stranger], stage: Stag
             assert answer.verdict == verdict
         answer = stranger.ask(Renew(leases=(LeaseRef(known, "f"), LeaseRef("x", "f"))))
         assert answer.verdicts == ("used", "unknown")  # type: ignore[union-attr]
+        tokens = (guess, b"", guess + guess)
+        leases = (
+            *(Completion(known, token, "f", bytes(32)) for token in tokens),
+            Completion("x", guess, "f", bytes(32)),
+        )
+        answer = stranger.ask(Complete(engine_id="stranger", leases=leases))
+        assert isinstance(answer, Completed)
+        assert answer.verdicts == ("forbidden", "forbidden", "forbidden", "unknown")
+        assert stage._sidecars[0].agent.leader.leases.counts()["offered"] == 1
         consumer.client.fetch("good", ticket, [3, 4])
         assert consumer.received("good", LONG) is None
     finally:

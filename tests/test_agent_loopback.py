@@ -9,6 +9,7 @@ import copy
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -124,6 +125,22 @@ def hung(
     consumer.client.fetch(name, offer(producer, name), local)
     wait_for(lambda: sum(fabric.reads for fabric in fabrics) == goal, "not reading")
     wait_for(lambda: sidecar(producer).agent.leader.leases.counts()["claimed"], "not claimed")
+
+
+@contextmanager
+def reaching(producer: Engine, at: type) -> Iterator[Callable[[], bool]]:
+    """As `LoopbackSidecar.holding`. A fetch that is to be claimed has to last: its reads stay in
+    flight until the claim is there."""
+    with sidecar(producer).holding(at) as reached:
+        if at is Claim:
+            sidecar(producer).hang()
+
+        def reads_last_until_it_is() -> bool:
+            there = bool(reached())
+            sidecar(producer).resume()
+            return there
+
+        yield reads_last_until_it_is
 
 
 def at_rest(*engines: Engine) -> None:
@@ -296,7 +313,9 @@ def changed(ticket: dict[str, Any], **changes: Any) -> dict[str, Any]:
         ({"transfer_id": "0" * 32}, "unknown:"),
         ({"token": "0" * 32}, "forbidden:"),
         ({"remote_block_ids": [7, 8, 10]}, "mismatch:"),
-        ({"remote_block_ids": [[7, 8], [9]]}, "mismatch:"),
+        ({"remote_block_ids": [8, 7, 9]}, "mismatch:"),
+        ({"remote_block_ids": [[7, 8, 9], [10]]}, "mismatch:"),
+        ({"remote_block_ids": [[7, 8], [9]]}, "block_range:"),
         ({"remote_engine_id": "somebody"}, "handshake: wrong_engine"),
         ({"epoch": "past.1"}, "peer_restarted:"),
     ],
@@ -390,7 +409,7 @@ STAGES = [Hello, Meet, Claim, Complete]
 @pytest.mark.parametrize("at", STAGES, ids=lambda kind: kind.__name__)
 def test_consumer_cancels(engines: Engines, at: type) -> None:
     producer, consumer = engines("prefill"), engines("decode", 2)
-    with sidecar(producer).holding(at) as reached:
+    with reaching(producer, at) as reached:
         consumer.client.fetch("r", offer(producer, "r"), LOCAL)
         assert reached()
         consumer.client.cancel("r")
@@ -404,7 +423,7 @@ def test_consumer_cancels(engines: Engines, at: type) -> None:
 @pytest.mark.parametrize("at", STAGES, ids=lambda kind: kind.__name__)
 def test_producer_cancels(engines: Engines, at: type) -> None:
     producer, consumer = engines("prefill"), engines("decode", 2)
-    with sidecar(producer).holding(at) as reached:
+    with reaching(producer, at) as reached:
         consumer.client.fetch("r", offer(producer, "r"), LOCAL)
         assert reached()
         producer.client.cancel("r")
@@ -437,7 +456,7 @@ def test_cancel_while_reading_waits_for_what_is_in_flight(engines: Engines, side
 @pytest.mark.parametrize("at", [Hello, Meet, Claim], ids=lambda kind: kind.__name__)
 def test_drop_peer(engines: Engines, at: type) -> None:
     producer, other, consumer = engines("prefill"), engines("other"), engines("decode", 2)
-    with sidecar(producer).holding(at) as reached:
+    with reaching(producer, at) as reached:
         consumer.client.fetch("r", offer(producer, "r"), LOCAL)
         assert reached()
         consumer.client.drop_peer("prefill")
@@ -594,7 +613,7 @@ def test_a_failure_waits_for_the_sibling(engines: Engines, slow: int) -> None:
 
 
 def test_a_hung_read_is_fenced_at_the_deadline(engines: Engines) -> None:
-    producer, other = engines("prefill"), engines("other")
+    producer, other = engines("prefill", lease_seconds=2), engines("other")
     consumer = engines("decode", 2, fetch_timeout=1.0, fence_seconds=0.5)
     endpoint = re.escape(producer.workers[0].endpoint)
     good(producer, consumer, "first")
@@ -621,14 +640,14 @@ def test_a_hung_read_is_fenced_at_the_deadline(engines: Engines) -> None:
 
 
 def test_the_deadline_holds_at_every_stage(engines: Engines) -> None:
-    producer = engines("prefill")
-    consumer = engines("decode", fetch_timeout=0.5, handshake_timeout=30, call_timeout=30)
+    producer = engines("prefill", lease_seconds=2)
+    consumer = engines("decode", fetch_timeout=1.0, handshake_timeout=30, call_timeout=30)
     for at in (Hello, Meet, Claim, Complete):
-        with sidecar(producer).holding(at):
-            assert failed(consumer, at.__name__, offer(producer, at.__name__)).startswith(
-                "timed_out:"
-            )
-        producer.sent(at.__name__, LONG)
+        with reaching(producer, at) as reached:
+            consumer.client.fetch(at.__name__, offer(producer, at.__name__), LOCAL)
+            assert reached()
+            assert end(consumer, at.__name__).startswith("timed_out:")
+            producer.sent(at.__name__, LONG)
     at_rest(producer, consumer)
 
 
@@ -869,7 +888,7 @@ def test_the_engine_starts_afresh_at_every_stage(engines: Engines, at: type, tp:
     producer, consumer = engines("prefill"), engines("decode", tp, fence_seconds=0.5)
     if at in (Claim, Complete):
         good(producer, consumer, "first")
-    with sidecar(producer).holding(at) as reached:
+    with reaching(producer, at) as reached:
         consumer.client.fetch("r", offer(producer, "r"), LOCAL)
         assert reached()
         with again(consumer) as fresh:

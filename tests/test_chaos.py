@@ -87,9 +87,12 @@ class Run:
 
 
 def scene(run: Run) -> dict[str, str]:
-    """A little of everything: good ones, cancels on both sides, a release, renewals, and an engine
-    that is dropped. Returns how the fetches ended."""
+    """A little of everything: good ones, short and lasting, cancels on both sides, a release,
+    renewals, and an engine that is dropped. Returns how the fetches ended."""
     traffic = Traffic(run.producer, run.consumer)
+    for name in ("good-short-0", "good-short-1"):
+        traffic.start(name)
+    traffic.until(lambda: {"good-short-0", "good-short-1"} <= set(traffic.ends))
     slow = run.sidecars["prefill/1"]
     slow.hang()
     for name in ("good-0", "good-1"):

@@ -67,6 +67,7 @@ def test_it_is_slow(sidecars: list[Watched], producer: Engine) -> None:
         landing.until(0.05, sources=2)  # the halves are those of the two readers
         decode[1].stop()
         assert landing.share(1, sources=2) < 1, "the read had ended"
+        prefill.until(lambda status: status["leases"]["claimed"] == 1)  # it lasts
         until = time.monotonic() + 3 * LEASE
         while time.monotonic() < until:
             assert prefill.status()["leases"]["claimed"] == 1

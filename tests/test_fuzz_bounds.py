@@ -10,7 +10,18 @@ import pytest
 
 from kvagent.agent import peers, rank
 from kvagent.agent.agent import Agent
-from kvagent.wire.messages import AbortPart, LeaseRef, PartDone, PartState, Release, Renew, Renewed
+from kvagent.wire.messages import (
+    AbortPart,
+    Complete,
+    Completed,
+    Completion,
+    LeaseRef,
+    PartDone,
+    PartState,
+    Release,
+    Renew,
+    Renewed,
+)
 from tests.harness import Engine, random_fill
 from tests.loopback import LONG, Stage
 from tests.test_agent_doors import Stranger, part, still_good
@@ -93,7 +104,12 @@ def test_leases_and_fetches_that_never_were(stage: Stage, engines: tuple[Engine,
         stranger.ask(Release(transfer_id=f"x{number}", token=b"", fetch_id=f"x{number}"))
         renewed = stranger.ask(Renew(leases=(LeaseRef(f"x{number}", "y"),)))
         assert isinstance(renewed, Renewed)
+        lease = Completion(f"x{number}", bytes(16), f"y{number}", bytes(32))
+        completed = stranger.ask(Complete(engine_id="stranger", leases=(lease, lease)))
+        assert isinstance(completed, Completed)
+        assert completed.verdicts == ("unknown", "unknown")
     assert not leader.fetches
+    assert leader.leases.counts()["parked"] == 0
     assert not leader.leases
     assert leader.leases.counts()["tombstones"] == 0
     stranger.close()

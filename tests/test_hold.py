@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvagent.wire.messages import Claim, Complete, Renew
 from tests.harness import Engine, random_fill
 from tests.loopback import LONG, Stage
 
@@ -27,11 +28,14 @@ class Both:
     def claimed(self) -> int:
         return self.sidecars[0].agent.leader.leases.counts()["claimed"]
 
-    def wait_claimed(self, count: int) -> None:
+    def wait(self, done: Callable[[], object], what: str) -> None:
         until = time.monotonic() + LONG
-        while self.claimed != count:
-            assert time.monotonic() < until, f"{self.claimed} claimed, not {count}"
+        while not done():
+            assert time.monotonic() < until, what
             time.sleep(0.005)
+
+    def wait_claimed(self, count: int) -> None:
+        self.wait(lambda: self.claimed == count, f"{count} claimed")
 
 
 @pytest.fixture
@@ -56,6 +60,44 @@ def test_a_held_ticket_outlives_its_lease(both: Both) -> None:
         want = both.producer.tokens("layer.0", REMOTE, head)
         assert both.consumer.tokens("layer.0", LOCAL, head).equal(want)
     both.producer.sent("r", LONG)
+
+
+def test_what_is_held_is_not_claimed_again(both: Both) -> None:
+    with both.sidecars[0].hearing() as heard:
+        ticket = both.producer.client.offer("r", REMOTE, TOKENS)
+        both.consumer.client.hold(ticket)
+        both.wait_claimed(1)
+        both.consumer.client.fetch("r", ticket, LOCAL)
+        assert both.consumer.received("r", LONG) is None
+        both.producer.sent("r", LONG)
+    (claim,) = (message for message in heard if isinstance(message, Claim))
+    (complete,) = (message for message in heard if isinstance(message, Complete))
+    assert not claim.reading
+    assert complete.leases[0].fetch_id == claim.fetch_id
+    time.sleep(2 * LEASE / 3)
+    assert not both.sidecars[1].agent.leader.borrower.holder._held, "nor renewed any more"
+
+
+def test_a_held_ticket_that_is_read_for_long(both: Both) -> None:
+    """Its fetch claims it, too: now it is read. From then on the fetch renews it."""
+    ticket = both.producer.client.offer("r", REMOTE, TOKENS)
+    both.consumer.client.hold(ticket)
+    both.wait_claimed(1)
+    with both.sidecars[0].hearing() as heard:
+        both.sidecars[0].hang()
+        both.consumer.client.fetch("r", ticket, LOCAL)
+        holder = both.sidecars[1].agent.leader.borrower.holder
+        both.wait(lambda: not holder._held, "the holder renews it on")
+        assert both.producer.client.quiesce(0.1) == ("r",), "it is read"
+        time.sleep(2.5 * LEASE)
+        assert both.claimed == 1
+        both.sidecars[0].resume()
+        assert both.consumer.received("r", LONG) is None
+    both.producer.sent("r", LONG)
+    both.producer.client.resume()
+    (claim,) = (message for message in heard if isinstance(message, Claim))
+    assert claim.reading
+    assert sum(isinstance(message, Renew) for message in heard) >= 3
 
 
 def test_a_fetch_right_after_the_hold(both: Both) -> None:

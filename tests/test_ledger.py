@@ -20,6 +20,7 @@ from tests.test_agent_loopback import (
     good,
     hung,
     offer,
+    reaching,
     sidecar,
     wait_for,
 )
@@ -66,6 +67,7 @@ def test_every_state(engines: Engines) -> None:
         consumer.client.fetch("next", offer(producer, "next"), LOCAL)
         assert reached()
         assert ledger(consumer) == {"in_flight": 3}
+        assert ledger(producer) == {"offered": 3}  # it was over so soon that nobody claimed it
     assert consumer.received("next", LONG) is None
     producer.sent("next", LONG)
     at_rest(producer, consumer)
@@ -76,10 +78,10 @@ def test_leases_share_blocks(engines: Engines) -> None:
     first = producer.client.offer("a", [1, 2, 3], TOKENS)
     producer.client.offer("b", [1, 2, 4], TOKENS)
     becomes(producer, {"offered": 4})
-    with sidecar(producer).holding(Complete) as reached:
-        consumer.client.fetch("a", first, LOCAL)
-        assert reached()
-        assert ledger(producer) == {"claimed": 3, "offered": 1}
+    sidecar(producer).hang()
+    consumer.client.fetch("a", first, LOCAL)
+    becomes(producer, {"claimed": 3, "offered": 1})
+    sidecar(producer).resume()
     producer.sent("a", LONG)
     assert ledger(producer) == {"offered": 3}
     producer.client.cancel("b")
@@ -164,7 +166,7 @@ def test_a_claim_that_waits_for_a_bad_offer_is_refused_at_once(engines: Engines)
 def test_nothing_stays_when_the_cache_is_another_one(engines: Engines, at: type) -> None:
     producer, consumer = engines("prefill"), engines("decode")
     offer(consumer, "lent")
-    with sidecar(producer).holding(at) as reached:
+    with reaching(producer, at) as reached:
         consumer.client.fetch("r", offer(producer, "r"), LOCAL)
         assert reached()
         info = consumer.workers[0]._info

@@ -55,7 +55,7 @@ def test_a_failed_fetch_is_one_line(engines: Engines, caplog: pytest.LogCaptureF
     assert fields["peer"] == "prefill"
     assert fields["address"] == f"{ticket['remote_host']}:{ticket['remote_port']}"
     assert fields["cause"] == "cancelled"
-    assert fields["stage"] == "reading"
+    assert fields["stage"] == "validating"
     assert fields["root"] == "cancelled: the producer cancelled the request"
     assert {"fetch", "bytes", "wanted", "tokens", "seconds"} <= fields.keys()
     text = TextFormatter().format(line)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ import torch
 from kvagent import EngineClient
 from kvagent.agent import follower
 from kvagent.wire.messages import AbortPart, JoinLeader, Part, PartState, Peer, Refused
+from kvagent.wire.peer import Handler
 from tests.harness import GUARD, Engine
-from tests.loopback import LONG, LoopbackSidecar
+from tests.loopback import LONG, LoopbackSidecar, answered
 from tests.test_agent_loopback import (
     LOCAL,
     good,
@@ -121,14 +123,20 @@ def late(one: LoopbackSidecar, kind: type) -> list[Peer]:
     kept: list[Peer] = []
     handler = one.agent.peers._handler
 
-    async def gate(message: Peer) -> Peer:
-        if isinstance(message, kind):
-            kept.append(message)
-            await asyncio.sleep(LONG)
-        return await handler(message)
+    async def keep(message: Peer) -> Peer:
+        kept.append(message)
+        await asyncio.sleep(LONG)
+        return await answered(handler(message))
+
+    def gate(message: Peer) -> Peer | Coroutine[Any, Any, Peer]:
+        return keep(message) if isinstance(message, kind) else handler(message)
 
     one.agent.peers._handler = gate
     return kept
+
+
+async def answer_to(handler: Handler, message: Peer) -> Peer:
+    return await answered(handler(message))
 
 
 def untouched(cache: dict[str, torch.Tensor]) -> bool:
@@ -153,7 +161,7 @@ def test_a_part_of_a_leader_before_is_not_begun(engines: Engines) -> None:
         client.wait_ready(LONG)
         for cache in consumer.caches[1].values():
             cache.fill_(GUARD)
-        answer = other.stage.run(handler(parts[0]))
+        answer = other.stage.run(answer_to(handler, parts[0]))
         assert isinstance(answer, PartState)
         assert answer.failure.startswith("rank_lost: this rank follows another leader")
         assert untouched(consumer.caches[1])
@@ -165,10 +173,10 @@ def test_late_news_of_a_rank_is_no_news(engines: Engines) -> None:
     seen: list[Peer] = []
     handler = leader.agent.peers._handler
 
-    async def spy(message: Peer) -> Peer:
+    def spy(message: Peer) -> Peer | Coroutine[Any, Any, Peer]:
         if isinstance(message, JoinLeader):
             seen.append(message)
-        return await handler(message)
+        return handler(message)
 
     leader.agent.peers._handler = spy
     wait_for(lambda: seen, "a sign of life")
@@ -186,7 +194,7 @@ def test_late_news_of_a_rank_is_no_news(engines: Engines) -> None:
     )
     good(producer, consumer, "first")
     hung(producer, consumer, "r", ranks=[1])
-    answer = leader.stage.run(handler(old))
+    answer = leader.stage.run(answer_to(handler, old))
     assert isinstance(answer, Refused)
     assert answer.code == "past"
     quiet(consumer)

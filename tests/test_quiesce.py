@@ -102,6 +102,28 @@ def test_a_producer_refuses_first_claims_meanwhile(engines: Engines) -> None:
     assert same(producer, consumer)
 
 
+def test_a_read_that_is_not_claimed_yet_is_not_waited_for(engines: Engines) -> None:
+    """It began before, but is not called good: the producer's engine may do what it likes."""
+    producer, consumer = engines("prefill"), engines("decode", 2)
+    good(producer, consumer, "first")
+    ticket = offer(producer, "r")
+    fabric = sidecar(producer).fabric
+    reads = fabric.reads
+    sidecar(producer).hang()
+    consumer.client.fetch("r", ticket, LOCAL)
+    wait_for(lambda: fabric.reads > reads, "not reading")
+    assert producer.client.quiesce(LONG) == ()
+    sidecar(producer).resume()
+    assert end(consumer, "r").startswith("quiesced: the producer's engine starts no")
+    quiet(producer)
+    producer.client.resume()
+    consumer.client.fetch("again", ticket, LOCAL)
+    assert consumer.received("again", LONG) is None
+    assert same(producer, consumer)
+    producer.sent("r", LONG)
+    at_rest(producer, consumer)
+
+
 def test_the_deadline_goes_on(engines: Engines) -> None:
     producer, consumer = engines("prefill"), engines("decode", fetch_timeout=2.0)
     assert consumer.client.quiesce(LONG) == ()

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 
+from kvagent.agent import borrower
+from kvagent.bench import simulation
 from kvagent.bench.contact import RANKS, Contact, signs_of_life
-from kvagent.bench.players import Nature
+from kvagent.bench.players import LEASE_SECONDS, Nature
 from kvagent.bench.simulate import grows, main
 from kvagent.bench.simulation import Simulation
 
@@ -38,15 +44,41 @@ def test_messages_are_those_of_the_protocol() -> None:
     sent = outcome.messages
     natures = [Nature(number, 0) for number in range(REQUESTS)]
     fetched = sum(not nature.lost for nature in natures)
+    slow = sum(min(nature.reads) > 5 and not nature.lost for nature in natures)
     assert sent["offer"] == REQUESTS
-    assert sent["fetch"] == sent["claim"] == fetched
-    assert sent["complete"] >= outcome.good
+    assert sent["fetch"] == fetched
+    assert sent["claim"] == slow == 6, "only what lasts is claimed"
+    assert 0.9 * fetched < sent["complete"] == sent["completed"] <= fetched
+    assert sent["verdict"] == sent["claim"] + sent["release"]
     assert sent["part"] >= (RANKS - 1) * outcome.good
     assert sent["part_done"] == (RANKS - 1) * fetched
     assert sent["report"] == sent["ack"]
     assert sent["renew"] == sent["renewed"] > 0
     assert outcome.bytes["fetch"] > 2 * 4 * 128 * sent["fetch"]  # two lists of int32 ids
     assert all(seconds > 0 for seconds in outcome.cpu.values())
+
+
+def test_only_what_lasts_is_claimed_as_by_a_sidecar() -> None:
+    assert simulation.CLAIM_AFTER == borrower.CLAIM_AFTER <= LEASE_SECONDS / 10
+
+
+def test_what_ends_at_the_same_time_is_asked_for_in_one_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Simulation, "_read", _all_at_once(Simulation._read))
+    outcome = Simulation(2, 40).run()
+    assert outcome.good + sum(outcome.failed.values()) == 40
+    assert 0 < outcome.messages["complete"] < outcome.good / 2
+
+
+def _all_at_once(read: Callable[..., None]) -> Callable[..., None]:
+    """Reads of followers end as soon as they begin, those of rank 0 when a second is full."""
+
+    def wait(simulation: Simulation, consumer: Any, running: Any, rank: int) -> None:
+        delay = math.ceil(simulation.now + 0.01) - simulation.now if rank == 0 else 0.0
+        simulation.at(delay, partial(read, simulation, consumer, running, rank))
+
+    return wait
 
 
 def test_the_same_seed_is_the_same_simulation() -> None:

@@ -11,9 +11,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
+from typing import Any
 
 import msgspec
 
@@ -30,7 +31,7 @@ from kvagent.cuda.calls import CudaCalls
 from kvagent.cuda.handover import Handover
 from kvagent.cuda.memory import CudaMemory
 from kvagent.cuda.torch_cuda import TorchCuda
-from kvagent.errors import AgentError, GeometryError, KVAgentError, ProtocolError
+from kvagent.errors import AgentError, GeometryError, ProtocolError
 from kvagent.fabric.place import read_place
 from kvagent.memory.host import HostMemory, MappedMemory
 from kvagent.visible.watch import Watch
@@ -256,10 +257,10 @@ class Agent:
             self.leader.resume()
             log.info("the scheduler is gone; its leases and fetches run on until another one comes")
 
-    async def _on_local(self, connection: Connection, message: Local) -> None:
+    def _on_local(self, connection: Connection, message: Local) -> Coroutine[Any, Any, None] | None:
         match message:
             case Join() | Allocate() | Register():
-                await self._on_worker(connection, message)
+                return self._on_worker(connection, message)
             case Attach():
                 self._attach(connection)
             case _ if connection is not self._scheduler:  # the rest is a scheduler's
@@ -282,11 +283,12 @@ class Agent:
                 self.leader.resume()
             case DropPeer(engine_id=engine_id):
                 self.leader.lender.drop_consumer(engine_id)
-                await self.leader.borrower.drop_peer(engine_id)
+                return self.leader.borrower.drop_peer(engine_id)
             case Drain(timeout=timeout):
                 self._spawn(self._drain_for(connection, timeout))
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not for a sidecar")
+        return None
 
     def _offer(self, connection: Connection, message: Offer) -> None:
         if message.event and not connection.in_process:
@@ -456,54 +458,56 @@ class Agent:
 
     # ------------------------------------------------------------ other sidecars
 
-    async def _on_peer(self, message: Peer) -> Peer:
-        try:
-            return await self._answer(message)
-        except KVAgentError as error:
-            return Refused(code="refused", message=str(error))
-
-    async def _answer(self, message: Peer) -> Peer:
+    def _on_peer(self, message: Peer) -> Peer | Coroutine[Any, Any, Peer]:
         leader, rank = self.leader, self.rank
         match message:
+            case Complete():
+                return leader.lender.complete(message)
+            case Claim():
+                return leader.lender.claim(message)
+            case Renew():
+                return leader.lender.renew(message)
+            case Release():
+                return leader.lender.released(message)
             case Who():
                 return self._presence()
             case Hello():
                 return self._hello(message)
             case Meet():
                 return rank.meet(message)
-            case Claim():
-                return await leader.lender.claim(message)
-            case Renew():
-                return leader.lender.renew(message)
-            case Complete():
-                return leader.lender.complete(message)
-            case Release():
-                return leader.lender.released(message)
             case JoinLeader():
                 return leader.team.join(message, time.monotonic())
             case PartDone():
                 leader.borrower.part_done(message)
                 return Ok()
-            case Part():
-                if self.follower is None:
-                    return Refused(code="not_ready", message="this rank follows nobody")
-                return self.follower.start_part(message)
-            case AbortPart(part_id=part_id, fence=fence):
-                if fence and not rank.abort_part(part_id).done:
-                    await rank.fence(part_id)
-                return rank.abort_part(part_id)
-            case CopyDown(leader=of, blocks=blocks, num_tokens=num_tokens):
-                if self.follower is None or not self.follower.follows(of):
-                    return Refused(code="not_ready", message="this rank follows another leader")
-                await rank.copy_down(blocks, num_tokens)
-                return Ok()
-            case Drop() if self.follower is None:
+            case Part() | CopyDown() | Drop() if self.follower is None:
                 return Refused(code="not_ready", message="this rank follows nobody")
+            case Part():
+                assert self.follower is not None
+                return self.follower.start_part(message)
+            case AbortPart():
+                return self._abort_part(message)
+            case CopyDown():
+                return self._copy_down(message)
             case Drop(engine_id=engine_id):
-                await rank.peers.drop(engine_id)
-                return Ok()
+                return self._drop(engine_id)
             case _:
                 return Refused(code="protocol", message=f"{type(message).__name__} is no question")
+
+    async def _abort_part(self, message: AbortPart) -> Peer:
+        if message.fence and not self.rank.abort_part(message.part_id).done:
+            await self.rank.fence(message.part_id)
+        return self.rank.abort_part(message.part_id)
+
+    async def _copy_down(self, message: CopyDown) -> Peer:
+        if self.follower is None or not self.follower.follows(message.leader):
+            return Refused(code="not_ready", message="this rank follows another leader")
+        await self.rank.copy_down(message.blocks, message.num_tokens)
+        return Ok()
+
+    async def _drop(self, engine_id: str) -> Peer:
+        await self.rank.peers.drop(engine_id)
+        return Ok()
 
     def _presence(self) -> Presence:
         me, team = self.rank.identity, self.leader.team
@@ -539,7 +543,7 @@ class Agent:
         found = tuple(differences(team.shape(), message.shape))
         if found:
             return Refused(code="mismatch", message="model or cache do not fit", differences=found)
-        return team.welcome()
+        return team.welcome(self.config.lease_seconds)
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

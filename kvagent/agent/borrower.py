@@ -8,9 +8,11 @@ rank is terminal.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import itertools
 import logging
+import secrets
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
@@ -42,7 +44,7 @@ from kvagent.wire.messages import (
     MAX_RENEWALS,
     AbortPart,
     Claim,
-    Complete,
+    Completion,
     Drop,
     Fetch,
     LeaseRef,
@@ -55,6 +57,10 @@ from kvagent.wire.messages import (
 
 log = logging.getLogger("kvagent.fetch")
 
+CROWD = 32
+"""Fetches under way, from which on the one need not hurry."""
+CLAIM_AFTER = 1.0
+"""Seconds of reading, or a tenth of the producer's lease, after which a fetch is claimed."""
 MAX_HEARD = 1024
 """Addresses of which is remembered when they last answered."""
 _DOING = {
@@ -63,6 +69,16 @@ _DOING = {
     FetchState.READING: "reading from",
     FetchState.VALIDATING: "waiting for the verdict of",
 }
+
+
+_SECRET = secrets.token_bytes(32)
+_numbers = itertools.count()
+
+
+def _new_id() -> str:
+    """That nobody can guess, others of them known or not."""
+    number = next(_numbers).to_bytes(8, "little")
+    return hashlib.blake2b(number, key=_SECRET, digest_size=16).hexdigest()
 
 
 @dataclass(slots=True)
@@ -79,7 +95,7 @@ class Running:
     message: Fetch
     record: FetchRecord
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    part_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    part_id: str = field(default_factory=_new_id)
     session: Session | None = None
     lease_seconds: float = 0.0
     """The producer's, from its answer to the claim."""
@@ -185,7 +201,11 @@ class Borrower:
         except BlockInUseError as error:
             self._feed(running, Event.CONNECT_FAILED, cause_text(error))
             return
-        self._spawn(running, self._connect(running))
+        session = self._met(running)
+        if session is not None and self._open.is_set():
+            self._connected(running, session)
+        else:
+            self._spawn(running, self._connect(running))
 
     def quiesce(self, on: bool) -> None:
         """While it is on, fetches that have not begun wait."""
@@ -202,7 +222,7 @@ class Borrower:
     def _id_for(self, transfer_id: str) -> str:
         """A held ticket is claimed under the id of the first fetch of it, and of no other."""
         held = self.holder.id_of(transfer_id)
-        return held if held and held not in self._running else uuid.uuid4().hex
+        return held if held and held not in self._running else _new_id()
 
     def _take_held(self, record: FetchRecord) -> None:
         if self.holder.id_of(record.transfer_id) == record.fetch_id:
@@ -320,6 +340,12 @@ class Borrower:
                 record.fenced = True
                 self._background(self._fence(running))
         self._end_left()
+        for running in list(self._running.values()):
+            session, record = running.session, running.record
+            if session is not None and record.state is FetchState.READING and not record.claimed:
+                lasts = min(CLAIM_AFTER, session.welcome.lease_seconds / 10)
+                if now - record.reading_since >= lasts:
+                    self._feed(running, Event.LASTS)
         self._renew_due(now)
         self.holder.tick()
 
@@ -398,7 +424,7 @@ class Borrower:
                 for member in self.team.followers():
                     self._background(self._tell(member, AbortPart(part_id=running.part_id)))
             case Action.COMPLETE:
-                self._spawn(running, self._complete(running))
+                self._complete(running)
             case Action.RELEASE:
                 ticket = ReleaseTicket(
                     engine_id=message.engine_id,
@@ -417,7 +443,7 @@ class Borrower:
             while True:
                 await self._open.wait()
                 peer = (message.engine_id, message.host, message.port)
-                known = self.rank.peers.session(*peer)
+                known = self._met(running)
                 session = await self.rank.peers.greet(*peer, message.epoch)
                 if session is not known:
                     self._hear(running)
@@ -438,6 +464,13 @@ class Borrower:
         if missing:  # lost since the fetch came: its share would never be read
             self._feed(running, Event.CONNECT_FAILED, f"not_ready: {missing}")
             return
+        self._connected(running, session)
+
+    def _met(self, running: Running) -> Session | None:
+        message = running.message
+        return self.rank.peers.met(message.engine_id, message.host, message.port, message.epoch)
+
+    def _connected(self, running: Running, session: Session) -> None:
         session.hold()
         running.session = session
         self._feed(running, Event.CONNECTED)
@@ -451,9 +484,7 @@ class Borrower:
             token=record.token,
             fetch_id=record.fetch_id,
             engine_id=self.rank.require_identity().info.engine_id,
-            digest=ticket_digest(
-                running.message.remote_blocks, running.message.num_tokens, record.deferred
-            ),
+            digest=self._digest(running),
         )
         cause, lease = await self._deals.ask(running.session, claim, running.message.epoch)
         if not cause.startswith("peer_gone:"):
@@ -470,18 +501,31 @@ class Borrower:
             else:
                 self._feed(running, Event.CLAIM_HELD)
 
-    async def _complete(self, running: Running) -> None:
-        record = running.record
-        if running.session is None:
+    def _complete(self, running: Running) -> None:
+        record, session = running.record, running.session
+        if session is None:
             return
-        complete = Complete(
-            transfer_id=record.transfer_id, token=record.token, fetch_id=record.fetch_id
+        completion = Completion(
+            record.transfer_id, record.token, record.fetch_id, self._digest(running)
         )
-        cause, _ = await self._deals.ask(running.session, complete, running.message.epoch)
-        if cause:
-            self._feed(running, Event.COMPLETE_REFUSED, cause)
-        else:
-            self._feed(running, Event.COMPLETE_HELD)
+
+        def done(cause: str) -> None:
+            if not cause.startswith("peer_gone:"):
+                self._hear(running)
+            if cause.startswith("unknown:"):
+                self._feed(running, Event.COMPLETE_UNKNOWN, cause)
+            elif cause:
+                self._feed(running, Event.COMPLETE_REFUSED, cause)
+            else:
+                self._feed(running, Event.COMPLETE_HELD)
+
+        me = self.rank.require_identity().info.engine_id
+        crowded = len(self._running) >= CROWD
+        self._deals.complete(session, me, completion, running.message.epoch, done, crowded=crowded)
+
+    def _digest(self, running: Running) -> bytes:
+        message = running.message
+        return ticket_digest(message.remote_blocks, message.num_tokens, message.deferred)
 
     def _start_reads(self, running: Running) -> None:
         message = running.message
@@ -586,9 +630,11 @@ class Borrower:
         if record.cause:
             for group in unpack_blocks(running.local_blocks):
                 blocks |= set(group.tolist())
-        self.watch.fetch_ended(self._end_of(running, stats, now))
         if not running.muted:
             self.outbox.received(record.request_id, record.cause, stats, blocks)
+        # After the report, which somebody waits for.
+        end = self._end_of(running, stats, now)
+        asyncio.get_running_loop().call_soon(self.watch.fetch_ended, end)
 
     def _end_of(self, running: Running, stats: FetchStats | None, now: float) -> FetchEnd:
         record, message = running.record, running.message
@@ -653,6 +699,7 @@ class Borrower:
 
     async def close(self) -> None:
         await self.holder.close()
+        self._deals.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvagent.agent.causes import cause_text
 from kvagent.agent.peers import PeerBook, Session
@@ -15,9 +16,13 @@ from kvagent.core.lease import Verdict as LeaseVerdict
 from kvagent.errors import KVAgentError
 from kvagent.wire.control import Control
 from kvagent.wire.messages import (
+    MAX_COMPLETIONS,
     Claim,
     Complete,
+    Completed,
+    Completion,
     LeaseRef,
+    Peer,
     Release,
     ReleaseTicket,
     Renew,
@@ -28,10 +33,15 @@ from kvagent.wire.peer import PeerClient
 
 log = logging.getLogger("kvagent.fetch")
 
+COMPANY_SECONDS = 0.002
+"""A message costs what several fetches do, and who is one of many waits for the others anyway."""
 COMING_PAUSE = 0.05
 """Seconds before asking again: one who answers at once must not keep us busy."""
 MAX_STRANGERS = 64
 """Connections at once for releases to engines that we have no session with."""
+
+
+Done = Callable[[str], None]
 
 
 class Deals:
@@ -40,10 +50,10 @@ class Deals:
         self._peers = peers
         self._timeout = call_timeout
         self._strangers = asyncio.Semaphore(MAX_STRANGERS)
+        self._completing: dict[Session, list[tuple[Completion, str, Done]]] = {}
+        self._open: set[asyncio.Future[Peer]] = set()
 
-    async def ask(
-        self, session: Session, message: Claim | Complete, epoch: str
-    ) -> tuple[str, float]:
+    async def ask(self, session: Session, message: Claim, epoch: str) -> tuple[str, float]:
         """("", the producer's lease in seconds) when it said yes, else (the cause, 0). Asks again
         as long as the bytes are said to be coming.
 
@@ -59,14 +69,65 @@ class Deals:
             await asyncio.sleep(COMING_PAUSE)
         if not isinstance(answer, Verdict):
             return f"protocol: answered with {type(answer).__name__}", 0.0
-        if answer.epoch != epoch:
-            return (
-                f"peer_restarted: engine {session.engine_id} started afresh since the ticket",
-                0.0,
-            )
-        if answer.verdict == LeaseVerdict.HELD.value:
-            return "", answer.lease_seconds
-        return f"{answer.verdict}: {_MEANING.get(answer.verdict, 'the producer said no')}", 0.0
+        cause = _cause(session, answer.verdict, answer.epoch, epoch)
+        return cause, 0.0 if cause else answer.lease_seconds
+
+    def complete(
+        self,
+        session: Session,
+        engine_id: str,
+        completion: Completion,
+        epoch: str,
+        done: Done,
+        *,
+        crowded: bool,
+    ) -> None:
+        """`done` is told "" when the producer says that the lease held, else the cause.
+
+        What is asked within one turn of the event loop is asked in one message; when it is
+        `crowded`, what is asked within `COMPANY_SECONDS`. `engine_id` is ours; `epoch` as in `ask`.
+        """
+        asked = self._completing.setdefault(session, [])
+        asked.append((completion, epoch, done))
+        if len(asked) == 1:
+            wait = COMPANY_SECONDS if crowded else 0.0
+            asyncio.get_running_loop().call_later(wait, self._ask_of_all, session, engine_id)
+
+    def _ask_of_all(self, session: Session, engine_id: str) -> None:
+        asked = self._completing.pop(session)
+        for first in range(0, len(asked), MAX_COMPLETIONS):
+            batch = asked[first : first + MAX_COMPLETIONS]
+            leases = tuple(completion for completion, _, _ in batch)
+            message = Complete(engine_id=engine_id, leases=leases)
+            answer = session.client.ask(message, self._timeout)
+            self._open.add(answer)
+            answer.add_done_callback(partial(self._completed, session, batch))
+
+    def _completed(
+        self,
+        session: Session,
+        batch: Sequence[tuple[Completion, str, Done]],
+        future: asyncio.Future[Peer],
+    ) -> None:
+        self._open.discard(future)
+        if future.cancelled():
+            return
+        try:
+            answer = future.result()
+        except KVAgentError as error:
+            why = cause_text(error)
+        else:
+            if isinstance(answer, Completed) and len(answer.verdicts) == len(batch):
+                for verdict, (_, epoch, done) in zip(answer.verdicts, batch, strict=True):
+                    _tell(done, _cause(session, verdict, answer.epoch, epoch))
+                return
+            why = f"protocol: answered with {type(answer).__name__}"
+        for _, _, done in batch:
+            _tell(done, why)
+
+    def close(self) -> None:
+        for answer in list(self._open):
+            answer.cancel()
 
     async def renew(self, session: Session, leases: Sequence[LeaseRef]) -> list[str]:
         """A cause for each lease, "" for those that are held. [] when no answer came: the next
@@ -103,6 +164,23 @@ class Deals:
                     await client.close()
         except KVAgentError as error:
             log.info("release of %s at %s: %s", ticket.transfer_id, ticket.engine_id, error)
+
+
+def _tell(done: Done, cause: str) -> None:
+    """What goes wrong with one fetch is not the others' in the same message."""
+    try:
+        done(cause)
+    except Exception:
+        log.exception("after the producer's word: %s", cause or "good")
+
+
+def _cause(session: Session, verdict: str, epoch: str, of_ticket: str) -> str:
+    """ "" when the producer said yes. One that restarted says nothing of the ticket's memory."""
+    if epoch != of_ticket:
+        return f"peer_restarted: engine {session.engine_id} started afresh since the ticket"
+    if verdict == LeaseVerdict.HELD.value:
+        return ""
+    return f"{verdict}: {_MEANING.get(verdict, 'the producer said no')}"
 
 
 _MEANING = {

@@ -21,7 +21,16 @@ from kvagent.agent.outbox import Outbox
 from kvagent.core.lease import LeaseTable
 from kvagent.core.lease import Verdict as LeaseVerdict
 from kvagent.errors import BlockInUseError, KVAgentError
-from kvagent.wire.messages import Claim, Complete, Offer, Release, Renew, Renewed, Verdict
+from kvagent.wire.messages import (
+    Claim,
+    Complete,
+    Completed,
+    Offer,
+    Release,
+    Renew,
+    Renewed,
+    Verdict,
+)
 
 log = logging.getLogger("kvagent.leader")
 
@@ -143,12 +152,16 @@ class Lender:
         self._publish()
         return Renewed(verdicts=verdicts)
 
-    def complete(self, message: Complete) -> Verdict:
-        verdict = self._leases.complete(
-            time.monotonic(), message.transfer_id, message.token, message.fetch_id
+    def complete(self, message: Complete) -> Completed:
+        now = time.monotonic()
+        verdicts = tuple(
+            self._leases.complete(
+                now, each.transfer_id, each.token, each.fetch_id, each.digest, message.engine_id
+            ).value
+            for each in message.leases
         )
         self._publish()
-        return self._verdict(verdict)
+        return Completed(epoch=self._epoch(), verdicts=verdicts)
 
     def released(self, message: Release) -> Verdict:
         verdict = self._leases.release(

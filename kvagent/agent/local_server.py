@@ -13,7 +13,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
 
 from kvagent.errors import KVAgentError, ProtocolError
 from kvagent.wire import local
@@ -33,7 +36,8 @@ MAX_CONNECTIONS = 64
 ACCEPT_PAUSE = 1.0
 """Seconds without accepting after it failed."""
 
-Handler = Callable[["Connection", Local], Awaitable[None]]
+Handler = Callable[["Connection", Local], Coroutine[Any, Any, None] | None]
+"""Does what a message asks for at once, or takes its time."""
 
 
 class Connection:
@@ -49,7 +53,8 @@ class Connection:
         self._closed = closed
         self._loop = asyncio.get_running_loop()
         self._reader = local.FrameReader()
-        self._inbox: asyncio.Queue[Local | None] = asyncio.Queue()
+        self._inbox: deque[Local] = deque()
+        """What came while `_task` was at work."""
         self._waiting = 0
         self._paused = False
         self._patience = Patience(REFUSALS_PER_SECOND, MAX_REFUSALS)
@@ -60,7 +65,8 @@ class Connection:
         self.ended_by_us = False
         sock.setblocking(False)
         self._loop.add_reader(sock.fileno(), self._readable)
-        self._task = asyncio.create_task(self._serve())
+        self._task: asyncio.Task[None] | None = None
+        self._over: asyncio.Task[None] | None = None
 
     def send(self, message: Local, fds: Sequence[int] = ()) -> None:
         """Queues a frame. Descriptors go at once: the socket of a waiting caller is empty."""
@@ -95,8 +101,10 @@ class Connection:
 
     async def close(self) -> None:
         self._end("the sidecar is stopping")
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+        if self._over is not None:
+            await asyncio.gather(self._over, return_exceptions=True)
 
     def _readable(self) -> None:
         try:
@@ -108,9 +116,11 @@ class Connection:
                 self._end("end of stream")
                 return
             for message in self._reader.feed(data):
-                self._inbox.put_nowait(message)
+                self._take(message)
             self._waiting += len(data)
-            if self._waiting > MAX_WAITING and not self._inbox.empty():
+            if not self._inbox:
+                self._waiting = 0
+            elif self._waiting > MAX_WAITING and self._open:
                 self._paused = True
                 self._loop.remove_reader(self._socket.fileno())
         except BlockingIOError:
@@ -159,30 +169,55 @@ class Connection:
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
-        self._inbox.put_nowait(None)
+        self._over = asyncio.create_task(self._finish())
 
-    async def _serve(self) -> None:
+    def _take(self, message: Local) -> None:
+        """Most messages are done with at once; those behind one that is not wait for it."""
+        if self._task is not None:
+            self._inbox.append(message)
+        elif not self.ended_by_us:
+            self._begin(message)
+
+    def _begin(self, message: Local) -> None:
         try:
-            while (message := await self._inbox.get()) is not None:
-                try:
-                    await self._handler(self, message)
-                except KVAgentError as error:
-                    log.warning("%s refused: %s", type(message).__name__, error)
-                    self.send(Failed(code=type(error).__name__, message=str(error)))
-                    self._patience.refused(b"", time.monotonic())
-                    if self._patience.lost(b"", time.monotonic()):
-                        self._end("it is refused again and again", by_us=True)
-                        break
-                except Exception as error:
-                    log.exception("%s failed", type(message).__name__)
-                    self.send(Failed(code="AgentError", message=f"internal error: {error!r}"))
-                if self._inbox.empty():
-                    self._looked_at()
+            work = self._handler(self, message)
+        except Exception as error:
+            self._failed(message, error)
+            return
+        if work is not None:
+            self._task = asyncio.create_task(work)
+            self._task.add_done_callback(partial(self._done, message))
+
+    def _done(self, message: Local, task: asyncio.Task[None]) -> None:
+        self._task = None
+        if task.cancelled():
+            self._inbox.clear()
+        elif isinstance(error := task.exception(), Exception):
+            self._failed(message, error)
+        while self._inbox and self._task is None and not self.ended_by_us:
+            self._begin(self._inbox.popleft())
+        if not self._inbox:
+            self._looked_at()
+
+    def _failed(self, message: Local, error: Exception) -> None:
+        if not isinstance(error, KVAgentError):
+            log.error("%s failed", type(message).__name__, exc_info=error)
+            self.send(Failed(code="AgentError", message=f"internal error: {error!r}"))
+            return
+        log.warning("%s refused: %s", type(message).__name__, error)
+        self.send(Failed(code=type(error).__name__, message=str(error)))
+        self._patience.refused(b"", time.monotonic())
+        if self._patience.lost(b"", time.monotonic()):
+            self._end("it is refused again and again", by_us=True)
+
+    async def _finish(self) -> None:
+        """After what was being looked at."""
+        try:
+            while self._task is not None:
+                await asyncio.wait({self._task})
+            await self._closed(self)
         finally:
-            try:
-                await self._closed(self)
-            finally:
-                self._socket.close()
+            self._socket.close()
 
 
 class LocalServer:

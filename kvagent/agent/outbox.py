@@ -50,7 +50,7 @@ class Outbox:
         more offers of them than have `ended`."""
         self._offers += ended
         if ended:
-            self._schedule()
+            self._schedule_late()
         if requests:
             self._next.finished_sending = (self._next.finished_sending or set()) | requests
 
@@ -87,3 +87,10 @@ class Outbox:
         if not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self.flush)
+
+    def _schedule_late(self) -> None:
+        """After what was sent meanwhile: the consumer waits for its answer, nobody for blocks."""
+        if not self._scheduled:
+            self._scheduled = True
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self.flush)

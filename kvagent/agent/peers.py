@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -52,6 +53,35 @@ class Source:
         return f"rank (tp {self.card.tp_rank}, pp {self.card.pp_rank})"
 
 
+class Turns:
+    """So many at once; the others in the order they came."""
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    def take_now(self) -> bool:
+        """Whether there was one, and nobody waits for it."""
+        if not self._free:
+            return False
+        self._free -= 1
+        return True
+
+    def queue(self) -> asyncio.Future[None]:
+        """Done when it is one's turn. Who ends it otherwise has given up."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        return turn
+
+    def give_back(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     """One other engine, as of `welcome.epoch`."""
@@ -63,7 +93,7 @@ class Session:
     sources: asyncio.Task[list[Source]] | None = None
     closed: bool = False
     users: int = 0
-    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READS_AT_ONCE))
+    turns: Turns = field(default_factory=lambda: Turns(READS_AT_ONCE))
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while nobody uses the session; only then may it be let go."""
 

@@ -11,7 +11,7 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -20,7 +20,7 @@ import msgspec
 from kvagent.agent.causes import cause_text, of_ranks
 from kvagent.agent.copies import copier_for
 from kvagent.agent.identity import Identity
-from kvagent.agent.peers import PeerBook, Session
+from kvagent.agent.peers import PeerBook, Session, Turns
 from kvagent.agent.progress import Counts, Progress
 from kvagent.agent.staging import Route, Staging
 from kvagent.config import Config, join_address
@@ -68,13 +68,26 @@ class PartRun:
     """Incarnation of the leader that it is read for."""
     cancelled: CancelFlag
     task: asyncio.Task[PartState] | None
-    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    waits_for: asyncio.Future[None] | None = None
+    """Before anything is posted; ended when the part is stopped."""
     forget_at: float = float("inf")
     result: PartState | None = None
 
     def stop(self, why: str) -> None:
         self.cancelled.cancel(why)
-        self.stopped.set()
+        if self.waits_for is not None and not self.waits_for.done():
+            self.waits_for.set_exception(ReadCancelled(why))
+
+    async def until(self, future: asyncio.Future[None]) -> None:
+        """Waits for a future that is nobody else's. Raises `ReadCancelled` as soon as the part is
+        stopped."""
+        if self.cancelled.reason is not None:
+            raise ReadCancelled(self.cancelled.reason)
+        self.waits_for = future
+        try:
+            await future
+        finally:
+            self.waits_for = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +439,6 @@ class Rank:
         done: Callable[[str, PartState], None],
     ) -> PartState:
         try:
-            await asyncio.sleep(0)  # the claim goes first: others compute while this does
             stats = await self._read(part, run, progress)
             state = PartState(done=True, stats=stats)
             self.bytes_read += stats.nbytes
@@ -457,16 +469,25 @@ class Rank:
             raise PeerGoneError(f"engine {part.engine_id} started afresh since the ticket")
         session.hold()
         try:
-            if session.turns.locked():
-                await self._unless_stopped(run, session.turns.acquire())
-            else:
-                await session.turns.acquire()
+            if not session.turns.take_now():
+                await self._wait_for_turn(session.turns, run)
             try:
                 return await self._read_from(session, part, run, progress)
             finally:
-                session.turns.release()
+                session.turns.give_back()
         finally:
             session.let_go()
+
+    async def _wait_for_turn(self, turns: Turns, run: PartRun) -> None:
+        turn = turns.queue()
+        try:
+            await run.until(turn)
+        except BaseException:
+            given = turn.done() and not turn.cancelled() and turn.exception() is None
+            turn.cancel()
+            if given:
+                turns.give_back()
+            raise
 
     async def _read_from(
         self, session: Session, part: Part, run: PartRun, progress: Progress
@@ -488,10 +509,11 @@ class Rank:
         ]
         progress.total = sum(route.nbytes for route in routes)
         wait = time.monotonic() - progress.started
-        results = await asyncio.gather(
-            *(self._read_source(staging, route, run.cancelled, progress) for route in routes),
-            return_exceptions=True,
-        )
+        reads = [self._read_source(staging, route, run.cancelled, progress) for route in routes]
+        if len(reads) == 1:  # without a task of its own
+            results = [await _outcome(reads[0])]
+        else:
+            results = await asyncio.gather(*reads, return_exceptions=True)
         for route, result in zip(routes, results, strict=True):
             if isinstance(result, PeerGoneError):
                 self.peers.remotes.broke(route.source.remote)
@@ -521,15 +543,18 @@ class Rank:
     async def _unless_stopped(self, run: PartRun, work: Coroutine[Any, Any, T]) -> T:
         """`work`, or `ReadCancelled` as soon as the part is stopped: nothing is posted yet."""
         task = asyncio.ensure_future(work)
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen
-        stopped = asyncio.ensure_future(run.stopped.wait())
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def end(task: asyncio.Future[T]) -> None:
+            task.cancelled() or task.exception()  # seen
+            if not ended.done():
+                ended.set_result(None)
+
+        task.add_done_callback(end)
         try:
-            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise ReadCancelled(run.cancelled.reason or "cancelled")
+            await run.until(ended)
             return task.result()
         finally:
-            stopped.cancel()
             task.cancel()
 
     async def _read_source(
@@ -540,6 +565,14 @@ class Rank:
         except KVAgentError:
             cancelled.cancel("cancelled: another source of this fetch failed")
             raise
+
+
+async def _outcome(read: Awaitable[ReadStats]) -> ReadStats | BaseException:
+    """As one of `asyncio.gather`'s results."""
+    try:
+        return await read
+    except Exception as error:
+        return error
 
 
 async def _land(device: Device, mirror: Mirror | None, routes: Sequence[Route]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import resource
@@ -17,6 +18,8 @@ from kvagent.fabric.base import Fabric
 from kvagent.visible import logs, spans
 
 log = logging.getLogger("kvagent")
+
+GC_OBJECTS = 20_000
 
 
 def nixl_fabric(name: str, config: Config) -> Fabric:
@@ -46,6 +49,15 @@ def _raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+def _calm_collector() -> None:
+    """What is there now, torch above all, stays: the garbage collector need not walk it again and
+    again. And what a transfer makes has no cycles, so it may wait for more before it looks; that
+    takes a sixth off a small transfer."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_OBJECTS, 10, 10)
+
+
 async def _serve(config: Config) -> None:
     loop = asyncio.get_running_loop()
     stop, now = asyncio.Event(), asyncio.Event()
@@ -58,6 +70,7 @@ async def _serve(config: Config) -> None:
     agent = Agent(config, nixl_fabric, alone=True)
     try:
         await agent.start()
+        _calm_collector()
         await stop.wait()
         log.info("draining for at most %g s; a second signal stops at once", config.drain_timeout)
         drain = asyncio.create_task(agent.drain(config.drain_timeout))

@@ -165,6 +165,8 @@ class Staging:
             reads.append(
                 self._fabric.read(route.source.prepared, route.direct, cancelled, progress.direct)
             )
+        if len(reads) == 1:
+            return await reads[0]
         total = ReadStats()
         for stats in await _every([_start(read, cancelled) for read in reads], cancelled):
             total = total.merge(stats)

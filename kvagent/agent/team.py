@@ -220,13 +220,18 @@ class Team:
         assert self._me is not None  # `complete` was asked
         return merge_shapes([self._me.shape, *(m.shape for m in self._members.values())])
 
-    def welcome(self) -> Welcome:
+    def welcome(self, lease_seconds: float) -> Welcome:
         """All there is to know about this engine, but no key to its memory."""
         me = self._me
         assert me is not None  # `complete` was asked
         cards = [me.card(), *(m.card for m in self._members.values())]
         cards.sort(key=lambda card: (card.pp_rank, card.tp_rank))
-        return Welcome(epoch=self.epoch, info=transfer_info(me), ranks=tuple(cards))
+        return Welcome(
+            epoch=self.epoch,
+            info=transfer_info(me),
+            ranks=tuple(cards),
+            lease_seconds=lease_seconds,
+        )
 
     # ------------------------------------------------------------ time
 

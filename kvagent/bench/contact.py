@@ -132,7 +132,9 @@ class Contact:
             begin = time.thread_time()
             assert not tuple(differences(shape, hello.shape, common=False))
             self.seconds["producer leader"] += time.thread_time() - begin
-            welcome = Welcome(epoch="0123456789abcdef.1", info=self.info, ranks=cards)
+            welcome = Welcome(
+                epoch="0123456789abcdef.1", info=self.info, ranks=cards, lease_seconds=30.0
+            )
             self._send("producer leader", "consumer rank", welcome, question=False)
             begin = time.thread_time()
             layouts = [card.layout for card in cards]

@@ -7,7 +7,8 @@ last as long as they are said to. Sockets, event loops and kernels are not in it
 what the core and the codecs leave room for.
 
 Half of the engines offer, the other half fetch, each request between two engines drawn at random.
-Some are cancelled, some tickets are never used and some reads are slow enough for renewals.
+Some are cancelled, some tickets are never used and some reads are slow enough for a claim and for
+renewals; the others only complete.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ from kvagent.wire.messages import (
     Cancel,
     Claim,
     Complete,
+    Completed,
+    Completion,
     Fetch,
     LeaseRef,
     Offer,
@@ -64,6 +67,8 @@ __all__ = ["Simulation"]
 ROUTER = 2e-3
 """Seconds that a ticket is on its way."""
 TICK = 0.25
+CLAIM_AFTER = 1.0
+"""As in `kvagent.agent.borrower`; the leases here are long."""
 ASK_AGAIN = 1.0
 RATE = 10.0
 """Requests per second and fetching engine."""
@@ -89,6 +94,8 @@ class Simulation(Clockwork):
         self._contact = Contact()
         self._ended = 0
         self._lost: set[str] = set()
+        self._completing: dict[tuple[str, str], list[Running]] = {}
+        """By consumer and producer: what one message will ask for."""
 
     def run(self) -> Outcome:
         self.at(0.0, partial(self._arrive, 0))
@@ -223,20 +230,7 @@ class Simulation(Clockwork):
         record, leases = running.record, running.producer.leases
         match action:
             case Action.CLAIM:
-                digest = self.spend(
-                    "borrower",
-                    ticket_digest,
-                    running.message.remote_blocks,
-                    running.message.num_tokens,
-                )
-                claim = Claim(
-                    transfer_id=record.transfer_id,
-                    token=record.token,
-                    fetch_id=record.fetch_id,
-                    engine_id=consumer.name,
-                    digest=digest,
-                )
-                self._question(consumer, running, claim, Event.CLAIM_HELD, Event.CLAIM_REFUSED)
+                self._claim(consumer, running)
             case Action.START_READS:
                 self._start_reads(consumer, running)
             case Action.STOP_READS:
@@ -245,12 +239,11 @@ class Simulation(Clockwork):
                     stop = AbortPart(part_id=running.part_id)
                     self.ask("borrower", "follower", stop, _going_on, lambda _: None)
             case Action.COMPLETE:
-                complete = Complete(
-                    transfer_id=record.transfer_id, token=record.token, fetch_id=record.fetch_id
-                )
-                self._question(
-                    consumer, running, complete, Event.COMPLETE_HELD, Event.COMPLETE_REFUSED
-                )
+                key = (consumer.name, running.producer.name)
+                asked = self._completing.setdefault(key, [])
+                asked.append(running)
+                if len(asked) == 1:  # what ends at the same time goes with it
+                    self.at(0.0, partial(self._complete, consumer, running.producer))
             case Action.RELEASE:
                 release = Release(
                     transfer_id=record.transfer_id, token=record.token, fetch_id=record.fetch_id
@@ -272,50 +265,85 @@ class Simulation(Clockwork):
             case Action.REPORT:
                 self._report(consumer, running)
 
-    def _question(
-        self,
-        consumer: Consumer,
-        running: Running,
-        question: Claim | Complete,
-        held: Event,
-        refused: Event,
-    ) -> None:
-        leases = running.producer.leases
+    def _digest(self, running: Running) -> bytes:
+        message = running.message
+        return self.spend("borrower", ticket_digest, message.remote_blocks, message.num_tokens)
 
-        def handle(message: Claim | Complete) -> Peer:
-            verdict: LeaseVerdict | None
-            if isinstance(message, Claim):
-                verdict = self.spend(
-                    "lender",
-                    leases.claim,
-                    self.now,
-                    message.transfer_id,
-                    message.token,
-                    message.fetch_id,
-                    message.digest,
-                    message.engine_id,
-                )
-            else:
-                verdict = self.spend(
-                    "lender",
-                    leases.complete,
-                    self.now,
-                    message.transfer_id,
-                    message.token,
-                    message.fetch_id,
-                )
-                self._publish(running.producer)
+    def _claim(self, consumer: Consumer, running: Running) -> None:
+        record, leases = running.record, running.producer.leases
+        claim = Claim(
+            transfer_id=record.transfer_id,
+            token=record.token,
+            fetch_id=record.fetch_id,
+            engine_id=consumer.name,
+            digest=self._digest(running),
+        )
+
+        def handle(message: Claim) -> Peer:
+            verdict: LeaseVerdict | None = self.spend(
+                "lender",
+                leases.claim,
+                self.now,
+                message.transfer_id,
+                message.token,
+                message.fetch_id,
+                message.digest,
+                message.engine_id,
+            )
             assert verdict is not None  # offers come first here
             return _verdict(verdict)
 
         def then(answer: Verdict) -> None:
             if answer.verdict == LeaseVerdict.HELD.value:
                 running.renew_at = self.now + answer.lease_seconds / 3
-                self._feed(consumer, running, held)
+                self._feed(consumer, running, Event.CLAIM_HELD)
             else:
-                self._feed(consumer, running, refused, f"{answer.verdict}: said the producer")
+                cause = f"{answer.verdict}: said the producer"
+                self._feed(consumer, running, Event.CLAIM_REFUSED, cause)
 
-        self.ask("borrower", "lender", question, handle, then)
+        self.ask("borrower", "lender", claim, handle, then)
+
+    def _complete(self, consumer: Consumer, producer: Producer) -> None:
+        batch = self._completing.pop((consumer.name, producer.name))
+        complete = Complete(
+            engine_id=consumer.name,
+            leases=tuple(
+                Completion(
+                    running.record.transfer_id,
+                    running.record.token,
+                    running.record.fetch_id,
+                    self._digest(running),
+                )
+                for running in batch
+            ),
+        )
+
+        def handle(message: Complete) -> Peer:
+            verdicts = tuple(
+                self.spend(
+                    "lender",
+                    producer.leases.complete,
+                    self.now,
+                    each.transfer_id,
+                    each.token,
+                    each.fetch_id,
+                    each.digest,
+                    message.engine_id,
+                ).value
+                for each in message.leases
+            )
+            self._publish(producer)
+            return Completed(epoch="0123456789abcdef.1", verdicts=verdicts)
+
+        def then(answer: Completed) -> None:
+            for running, verdict in zip(batch, answer.verdicts, strict=True):
+                if verdict == LeaseVerdict.HELD.value:
+                    self._feed(consumer, running, Event.COMPLETE_HELD)
+                else:
+                    cause = f"{verdict}: said the producer"
+                    self._feed(consumer, running, Event.COMPLETE_REFUSED, cause)
+
+        self.ask("borrower", "lender", complete, handle, then)
 
     def _start_reads(self, consumer: Consumer, running: Running) -> None:
         message = running.message
@@ -432,9 +460,21 @@ class Simulation(Clockwork):
             self._publish(producer)
         for consumer in self._consumers:
             self.spend("sweep", consumer.fetches.overdue, self.now)
+            for running in self.spend("sweep", self._lasting, consumer):
+                self._feed(consumer, running, Event.LASTS)
             self._renew(consumer)
         if self._ended < self.outcome.requests:
             self.at(TICK, self._sweep)
+
+    def _lasting(self, consumer: Consumer) -> list[Running]:
+        """What has been read for so long that it has to be claimed."""
+        return [
+            running
+            for running in consumer.running.values()
+            if running.record.state is FetchState.READING
+            and not running.record.claimed
+            and self.now - running.record.reading_since >= CLAIM_AFTER
+        ]
 
     def _renew(self, consumer: Consumer) -> None:
         held: dict[str, list[Running]] = {}

@@ -1,18 +1,20 @@
 r"""The consumer's table of fetches: a state machine for each, written as one table.
 
 Theory of operation. The leader feeds events in and carries out the actions that come back; the
-machine knows nothing of sockets or of who the ranks are. Reading starts together with the claim,
-but for deferred tickets, whose bytes are only sure to be there once the claim is granted.
-When every rank is terminal and the claim was granted, the producer is asked whether the lease
-held to the end; only its yes makes a fetch good. A failure is reported once, with its first
-cause, and never while a rank may still write: `DRAINING` waits for all of them.
+machine knows nothing of sockets or of who the ranks are. Reading starts at once. One that lasts
+is claimed, so that its lease can be renewed; most are over before that, and never are. Deferred
+tickets are claimed first: their bytes are only sure to be there once the claim is granted.
+When every rank is terminal, the producer is asked whether the lease held to the end; only its yes
+makes a fetch good. If it knows of no such lease, its offer may still be on its way: a claim waits
+for that, and then it is asked again. A failure is reported once, with its first cause, and never
+while a rank may still write: `DRAINING` waits for all of them.
 
-    CONNECTING --connected--> READING --ranks done, claim held--> VALIDATING --held--> DONE
-        |  \                     ^ |                                  |
-        |   deferred:            | | first failure, cancel, deadline  | no, cancel, deadline
-        |   CLAIMING --claim held+ |                                  |
-        v      | (nothing posted)  v                                  v
-      FAILED <-+--ranks done-- DRAINING                             FAILED
+    CONNECTING --connected--> READING --ranks done, no claim open--> VALIDATING --held--> DONE
+        |  \                     ^ |                                     |
+        |   deferred:            | | first failure, cancel, deadline     | no, cancel, deadline
+        |   CLAIMING --claim held+ |                                     |
+        v      | (nothing posted)  v                                     v
+      FAILED <-+--ranks done-- DRAINING                                FAILED
 
 A pair of state and event that is not in the table is a late or repeated delivery, and changes
 nothing.
@@ -49,6 +51,7 @@ TERMINAL = (FetchState.DONE, FetchState.FAILED)
 class Event(str, Enum):
     CONNECTED = "connected"  # the peer is known and fits
     CONNECT_FAILED = "connect_failed"
+    LASTS = "lasts"  # it is not over yet
     CLAIM_HELD = "claim_held"
     CLAIM_REFUSED = "claim_refused"
     RANK_FAILED = "rank_failed"  # one rank failed, others may still read
@@ -56,6 +59,7 @@ class Event(str, Enum):
     LEASE_LOST = "lease_lost"  # a renewal was refused
     COMPLETE_HELD = "complete_held"
     COMPLETE_REFUSED = "complete_refused"
+    COMPLETE_UNKNOWN = "complete_unknown"  # the producer has not heard of the transfer
     CANCEL = "cancel"
     DEADLINE = "deadline"
 
@@ -83,6 +87,8 @@ class Fetch:
     deferred: bool = False
     """Nothing may be read before the claim is granted."""
     state: FetchState = FetchState.CONNECTING
+    claimed: bool = False
+    """A claim was sent."""
     claim_held: bool = False
     ranks_done: bool = False
     cause: str = ""
@@ -105,10 +111,17 @@ class Fetch:
 def _connected(fetch: Fetch, now: float, _: str) -> list[Action]:
     if fetch.deferred:
         fetch.state = FetchState.CLAIMING
-        return [Action.CLAIM]
+        return _claim(fetch, now, "")
     fetch.state = FetchState.READING
     fetch.reading_since = now
-    return [Action.CLAIM, Action.START_READS]
+    return [Action.START_READS]
+
+
+def _claim(fetch: Fetch, _: float, __: str) -> list[Action]:
+    if fetch.claimed:
+        return []
+    fetch.claimed = True
+    return [Action.CLAIM]
 
 
 def _fail_now(fetch: Fetch, _: float, cause: str) -> list[Action]:
@@ -157,12 +170,21 @@ def _ranks_done(fetch: Fetch, now: float, cause: str) -> list[Action]:
     fetch.ranks_done = True
     if cause:
         return _fail_now(fetch, now, cause)
-    return _validate(fetch, now) if fetch.claim_held else []
+    return _validate(fetch, now) if fetch.claim_held or not fetch.claimed else []
 
 
 def _validate(fetch: Fetch, now: float) -> list[Action]:
     fetch.state = FetchState.VALIDATING
     fetch.validating_since = now
+    return [Action.COMPLETE]
+
+
+def _not_known(fetch: Fetch, now: float, cause: str) -> list[Action]:
+    return _claim(fetch, now, "") or _fail_refused(fetch, now, cause)
+
+
+def _ask_again(fetch: Fetch, _: float, __: str) -> list[Action]:
+    fetch.claim_held = True
     return [Action.COMPLETE]
 
 
@@ -189,6 +211,7 @@ _TABLE: dict[tuple[FetchState, Event], Callable[[Fetch, float, str], list[Action
     (_S.CLAIMING, _E.RANK_FAILED): _fail_now,
     (_S.CLAIMING, _E.CANCEL): _fail_now,
     (_S.CLAIMING, _E.DEADLINE): _fail_now,
+    (_S.READING, _E.LASTS): _claim,
     (_S.READING, _E.CLAIM_HELD): _claim_held,
     (_S.READING, _E.CLAIM_REFUSED): _claim_refused,
     (_S.READING, _E.RANK_FAILED): _drain,
@@ -198,6 +221,9 @@ _TABLE: dict[tuple[FetchState, Event], Callable[[Fetch, float, str], list[Action
     (_S.READING, _E.DEADLINE): _drain,
     (_S.VALIDATING, _E.COMPLETE_HELD): _good,
     (_S.VALIDATING, _E.COMPLETE_REFUSED): _fail_refused,
+    (_S.VALIDATING, _E.COMPLETE_UNKNOWN): _not_known,
+    (_S.VALIDATING, _E.CLAIM_HELD): _ask_again,
+    (_S.VALIDATING, _E.CLAIM_REFUSED): _fail_refused,
     (_S.VALIDATING, _E.CANCEL): _fail_now,
     (_S.VALIDATING, _E.DEADLINE): _fail_now,
     (_S.DRAINING, _E.RANKS_DONE): _drained,

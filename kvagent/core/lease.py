@@ -1,12 +1,13 @@
 """The producer's table of offers: who may read which blocks, and until when.
 
 Theory of operation. An **offer** makes a lease on the blocks of one request. A **claim** binds it
-to one fetch of one consumer, which then **renews** it until it **completes**. The blocks go back
+to one fetch of one consumer, which then **renews** it until it **completes**. A short fetch only
+completes: it would be over before its claim was answered. The blocks go back
 to the engine (`take_finished`) when the lease ends, for whatever reason, and only then. The table
 answers `complete` with `HELD` only while the lease never lapsed: since the blocks were held all
 that time, every byte that was read before the question is right. That is the whole fence.
 
-    offered --claim--> claimed --complete--> completed
+    offered --claim--> claimed --complete--> completed   (short: offered --complete--> completed)
        |                  |
        +------------------+--> expired | released | cancelled | revoked
 
@@ -101,6 +102,7 @@ class Lease:
     state: LeaseState = LeaseState.OFFERED
     holder: str = ""
     consumer: str = ""
+    deferred: bool = False
     reading: bool = False
     """False also while a consumer only holds it."""
     holding: Holding | None = None
@@ -179,6 +181,7 @@ class LeaseTable:
             token=token,
             request_id=request_id,
             digest=ticket_digest(blocks, num_tokens, deferred),
+            deferred=deferred,
             expires_at=now + self.lease_seconds,
         )
         self._live[transfer_id] = lease
@@ -293,15 +296,31 @@ class LeaseTable:
         lease.expires_at = now + self.lease_seconds
         return Verdict.HELD
 
-    def complete(self, now: float, transfer_id: str, token: bytes, fetch_id: str) -> Verdict:
-        """All reads have ended: `HELD` if the lease never lapsed, and then it ends here."""
+    def complete(
+        self,
+        now: float,
+        transfer_id: str,
+        token: bytes,
+        fetch_id: str,
+        digest: bytes,
+        consumer: str = "",
+    ) -> Verdict:
+        """All reads have ended: `HELD` if the lease never lapsed, and then it ends here. A fetch
+        that has not claimed it does so by this; not of a deferred ticket."""
         lease = self._find(now, transfer_id)
         if lease is None:
             return Verdict.UNKNOWN
         if not hmac.compare_digest(lease.token, token):
             return Verdict.FORBIDDEN
+        if lease.live and not lease.holder and not lease.deferred:
+            verdict = self.claim(now, transfer_id, token, fetch_id, digest, consumer)
+            assert verdict is not None  # the offer is there: nothing to park
+            if verdict is not Verdict.HELD:
+                return verdict
         if lease.holder != fetch_id:
             return Verdict.USED if lease.holder else _ENDED.get(lease.state, Verdict.UNKNOWN)
+        if lease.live and self.quiesced and not lease.reading:
+            return Verdict.QUIESCED
         if lease.live:
             self._end(now, lease, LeaseState.COMPLETED)
             return Verdict.HELD

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -60,13 +61,22 @@ class _Templates:
     local_start: Ints
     remote_start: Ints
 
-    @property
-    def dense(self) -> npt.NDArray[np.bool_]:
-        """Whether neighbours in a run's row are neighbours in memory, on both sides."""
-        even: npt.NDArray[np.bool_] = (self.length == self.local.stride) & (
-            self.length == self.remote.stride
-        )
-        return even
+    @cached_property
+    def dense(self) -> int:
+        """Runs whose neighbours in their row are neighbours in memory, on both sides."""
+        even = (self.length == self.local.stride) & (self.length == self.remote.stride)
+        return int(np.count_nonzero(even))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Of all runs of one granule."""
+        return int(self.length.sum())
+
+    @cached_property
+    def first(self) -> tuple[Entries, Entries]:
+        """The local and remote entries of granule 0, one run below the other."""
+        local, remote = (start.astype(np.int32) for start in (self.local_start, self.remote_start))
+        return local[:, None], remote[:, None]
 
     def entries(self, granules: Granules) -> tuple[Entries, Entries]:
         """The local and remote entries of each (whole) granule, from a run's first one."""
@@ -79,8 +89,7 @@ class _Templates:
         """Descriptors left of such entries, of all runs, after NIXL has merged neighbours."""
         broken = (local[1:] - local[:-1] != 1) | (remote[1:] - remote[:-1] != 1)
         breaks = int(np.count_nonzero(broken))
-        dense = int(self.dense.sum())
-        return dense * (1 + breaks) + (len(self.length) - dense) * len(local)
+        return self.dense * (1 + breaks) + (len(self.length) - self.dense) * len(local)
 
 
 class ReadPlan:
@@ -163,27 +172,17 @@ class ReadPlan:
             local, remote = templates.entries(granules)
             end = done + count * len(templates.length)
             shape = (len(templates.length), count)
-            np.add(
-                templates.local_start.astype(np.int32)[:, None],
-                local,
-                out=local_index[done:end].reshape(shape),
-            )
-            np.add(
-                templates.remote_start.astype(np.int32)[:, None],
-                remote,
-                out=remote_index[done:end].reshape(shape),
-            )
+            first_local, first_remote = templates.first
+            np.add(first_local, local, out=local_index[done:end].reshape(shape))
+            np.add(first_remote, remote, out=remote_index[done:end].reshape(shape))
             done = end
-            nbytes += int(templates.length.sum()) * count
+            nbytes += templates.nbytes * count
             descriptors += templates.merged(local, remote)
         extra = self._extra(found)
-        return Selection(
-            local_index,
-            remote_index,
-            extra,
-            nbytes + int(extra[:, 2].sum()),
-            descriptors + len(extra),
-        )
+        if len(extra):
+            nbytes += int(extra[:, 2].sum())
+            descriptors += len(extra)
+        return Selection(local_index, remote_index, extra, nbytes, descriptors)
 
     def measure(self, track: Track, granules: Granules) -> tuple[int, int]:
         """Bytes and descriptors of `pick({track: granules})`, without its index arrays."""
@@ -192,7 +191,7 @@ class ReadPlan:
         count = len(granules.local_block)
         for templates in self._templates:
             if templates.lane.track == track and count:
-                nbytes += int(templates.length.sum()) * count
+                nbytes += templates.nbytes * count
                 descriptors += templates.merged(*templates.entries(granules))
         return nbytes, descriptors
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -52,30 +53,50 @@ class Side:
         Raises `BlockRangeError` when the list is too short, when an id is outside the cache, and
         when one id stands at two of the places.
         """
+        entries = wanted // self.split if self.split > 1 else wanted
+        table = self._table(tables, int(entries[-1]) + 1 if len(entries) else 0)
+        ids: Ints = table[entries].astype(np.int64)
+        self._check_range(ids)
+        rises = entries[1:] != entries[:-1]
+        self._check_twice(
+            np.sort(ids if rises.all() else ids[np.flatnonzero(np.append(True, rises))])
+        )
+        return ids * self.split + wanted % self.split if self.split > 1 else ids
+
+    def between(self, tables: BlockTables, first: int, last: int) -> Ints:
+        """`physical` of the places from `first` to before `last`, without the check for ids that
+        stand there twice; `split` is 1."""
+        ids: Ints = self._table(tables, last)[first:last].astype(np.int64)
+        self._check_range(ids)
+        return ids
+
+    def _table(self, tables: BlockTables, needed: int) -> npt.NDArray[np.int32]:
+        """The list of at least so many block ids."""
         if self.group >= len(tables):
             raise BlockRangeError(f"there is no {self.name} block list for group {self.group}")
         table = np.asarray(tables[self.group])
-        entries = wanted // self.split if self.split > 1 else wanted
-        if len(entries) and entries[-1] >= len(table):
+        if needed > len(table):
             raise BlockRangeError(
-                f"group {self.group}: {int(entries[-1]) + 1} {self.name} blocks of "
+                f"group {self.group}: {needed} {self.name} blocks of "
                 f"{self.block_tokens * self.split} tokens are needed, {len(table)} are given"
             )
-        ids: Ints = table[entries].astype(np.int64)
-        bad = (ids < 0) | (ids >= self.num_blocks)
-        if bad.any():
+        return table
+
+    def _check_range(self, ids: Ints) -> None:
+        if len(ids) and int(ids.view(np.uint64).max()) >= self.num_blocks:  # or below 0
+            bad = (ids < 0) | (ids >= self.num_blocks)
             raise BlockRangeError(
                 f"group {self.group}: {self.name} block id {int(ids[bad][0])} is outside the "
                 f"cache of {self.num_blocks} blocks"
             )
-        rises = entries[1:] != entries[:-1]
-        distinct = np.sort(ids if rises.all() else ids[np.flatnonzero(np.append(True, rises))])
-        twice = distinct[1:][distinct[1:] == distinct[:-1]]
-        if len(twice):
+
+    def _check_twice(self, rising: Ints) -> None:
+        same = rising[1:] == rising[:-1]
+        if np.count_nonzero(same):
             raise BlockRangeError(
-                f"group {self.group}: {self.name} block id {int(twice[0])} is in the list twice"
+                f"group {self.group}: {self.name} block id {int(rising[1:][same][0])} is in the "
+                "list twice"
             )
-        return ids * self.split + wanted % self.split if self.split > 1 else ids
 
 
 class Place(NamedTuple):
@@ -116,7 +137,7 @@ class Track:
     window: int
     tokenwise: bool
 
-    @property
+    @cached_property
     def granule(self) -> int:
         """Tokens per granule; 1 for states."""
         if not self.tokenwise:
@@ -156,7 +177,10 @@ class Track:
                     f"it can be read from the start of a block only, not from token {low}"
                 )
             stop = -(-stop // size) * size
-        numbers = np.arange(low // size, -(-stop // size) if low < stop else low // size)
+        first, last = low // size, -(-stop // size) if low < stop else low // size
+        if self._plain and low == first * size and stop == last * size:
+            return self._blocks(local_tables, remote_tables, first, last)
+        numbers = np.arange(first, last)
         if not same:
             tokens = numbers * size
             both = held(self.local.shard, tokens) & held(self.remote.shard, tokens)
@@ -173,6 +197,27 @@ class Track:
             if end - begin < size:
                 ragged.append((i, begin, end))
         return self._locate(local_tables, remote_tables, local, remote, ragged)
+
+    @cached_property
+    def _plain(self) -> bool:
+        """Whether a granule is a block of both sides."""
+        sizes = {self.local.block_tokens, self.remote.block_tokens, self.granule}
+        splits = {self.local.split, self.remote.split}
+        return len(sizes) == 1 and splits == {1} and self.local.shard == self.remote.shard
+
+    def _blocks(self, local: BlockTables, remote: BlockTables, first: int, last: int) -> Granules:
+        """What most fetches want, whole blocks of two equal sides: as `_locate`, in fewer steps,
+        since with a few blocks each step counts."""
+        here = self.local.between(local, first, last)
+        there = self.remote.between(remote, first, last)
+        if not _rise(there):
+            self.remote._check_twice(np.sort(there))
+        if not _rise(here):
+            order = np.argsort(here, kind="stable")
+            here, there = here[order], there[order]
+            self.local._check_twice(here)
+        slots = np.zeros(last - first, np.int64)
+        return Granules(here, slots, there, slots, ())
 
     def _state(self, local: BlockTables, remote: BlockTables, wanted: bool) -> Ints:
         for side, tables in ((self.local, local), (self.remote, remote)):
@@ -222,3 +267,8 @@ class Track:
             remote_slot[order],
             partial,
         )
+
+
+def _rise(ids: Ints) -> bool:
+    """Whether each is larger than the one before it."""
+    return not np.count_nonzero(ids[1:] <= ids[:-1])

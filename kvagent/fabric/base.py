@@ -41,6 +41,7 @@ __all__ = [
     "PeerMetadata",
     "Prepared",
     "ReadCancelled",
+    "ReadFuture",
     "RemoteAgent",
     "Selection",
     "check_metadata",
@@ -230,6 +231,19 @@ class Fabric(Protocol):
         """Ends every read at once, so that none of them writes any more; each raises `FabricError`.
         All `RemoteAgent` and `Prepared` handles become invalid: connect again. A fabric also does
         this by itself when a read fails and does not say whether parts of it are in flight."""
+
+
+class ReadFuture(asyncio.Future[ReadStats]):
+    """A read's, that one task awaits. Cancelling the task cancels the read by its flag, and the
+    task goes on until the read is over: as `settled`, without a task more."""
+
+    def __init__(self, cancelled: CancelFlag, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self._flag = cancelled
+
+    def cancel(self, msg: object = None) -> bool:
+        self._flag.cancel("the task that waited for the read was cancelled")
+        return False  # so the task is cancelled when this is done
 
 
 async def settled(future: asyncio.Future[T], cancelled: CancelFlag) -> T:

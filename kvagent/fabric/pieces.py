@@ -35,8 +35,8 @@ class Rows:
         self.uniform = int(lengths[0]) if (lengths == lengths[0]).all() else None
 
     def check(self, index: IndexArray, side: str) -> None:
-        low, high = int(index.min()), int(index.max())
-        if low < 0 or high >= self.count:
+        if int(index.view(np.uint32).max()) >= self.count:  # negative ones are large, too
+            low, high = int(index.min()), int(index.max())
             raise BlockRangeError(
                 f"{side} descriptor {low if low < 0 else high} of {self.count} prepared ones"
             )
@@ -89,6 +89,11 @@ def split(local: Rows, remote: Rows, selection: Selection, piece_bytes: int) -> 
     if len(li):
         local.check(li, "local")
         remote.check(ri, "remote")
+        each = local.uniform
+        if each is not None and each == remote.uniform and len(li) * each <= piece_bytes:
+            pieces.append(Piece(len(li) * each, li, ri, NO_EXTRA))
+            li = ri = _NO_INDEX
+    if len(li):
         lengths = local.lengths(li)
         if (lengths != remote.lengths(ri)).any():
             raise GeometryError("local and remote descriptors differ in length")

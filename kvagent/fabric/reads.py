@@ -116,7 +116,7 @@ class ReadQueue(Generic[L]):
     def step(self) -> bool:
         """Posts one piece if one may be, and checks all. True when anything has changed."""
         changed = self._post_next()
-        for read in list(self.reads):
+        for read in [read for read in self.reads if read.inflight or not read.pieces]:
             changed |= self._check(read)
             if not read.inflight and not read.pieces:
                 self._finish(read)

@@ -355,10 +355,15 @@ class Hello(Message, frozen=True, tag="hello"):
     shape: EngineShape
 
 
+LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+
+
 class Welcome(Message, frozen=True, tag="welcome"):
     epoch: Id
     info: EngineTransferInfo
     ranks: tuple[RankCard, ...]
+    lease_seconds: LeaseSeconds
+    """Of its tickets."""
 
 
 class Meet(Message, frozen=True, tag="meet"):
@@ -418,12 +423,34 @@ class Renewed(Message, frozen=True, tag="renewed"):
     verdicts: tuple[str, ...]
 
 
-class Complete(Message, frozen=True, tag="complete"):
-    """ "All my ranks have finished reading": the fence. -> `Verdict`: held means valid."""
+class Completion(msgspec.Struct, frozen=True, array_like=True):
+    """ "All my ranks have finished reading this": the fence. Held means valid.
+
+    Who claimed it says so by `fetch_id` alone. A short fetch never claims: then it is claimed and
+    completed at once, and `digest` and `engine_id` are as in `Claim`.
+    """
 
     transfer_id: Id
     token: Secret
     fetch_id: FetchId
+    digest: Secret
+
+
+MAX_COMPLETIONS = 1024
+
+
+class Complete(Message, frozen=True, tag="complete"):
+    """Consumer leader -> producer leader, of what ended at the same time. -> `Completed`."""
+
+    engine_id: Id
+    leases: Annotated[tuple[Completion, ...], msgspec.Meta(max_length=MAX_COMPLETIONS)]
+
+
+class Completed(Message, frozen=True, tag="completed"):
+    """The verdicts on its leases, in their order."""
+
+    epoch: Id
+    verdicts: tuple[str, ...]
 
 
 class Release(Message, frozen=True, tag="release"):
@@ -439,7 +466,7 @@ class Verdict(Message, frozen=True, tag="verdict"):
 
     verdict: Id
     epoch: Id
-    lease_seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)]
+    lease_seconds: LeaseSeconds
 
 
 class Part(Message, frozen=True, tag="part"):
@@ -518,6 +545,7 @@ Peer = (
     | Renew
     | Renewed
     | Complete
+    | Completed
     | Release
     | Verdict
     | Part

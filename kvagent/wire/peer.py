@@ -18,12 +18,18 @@ import itertools
 import logging
 import struct
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import zmq
 
-from kvagent.errors import ConfigError, HandshakeError, PeerGoneError, ProtocolError
+from kvagent.errors import (
+    ConfigError,
+    HandshakeError,
+    KVAgentError,
+    PeerGoneError,
+    ProtocolError,
+)
 from kvagent.wire.control import Control
 from kvagent.wire.dial import Dialer
 from kvagent.wire.messages import (
@@ -36,6 +42,7 @@ from kvagent.wire.messages import (
 from kvagent.wire.refusals import Complaints, Patience
 from kvagent.wire.sockets import MAX_FRAMES, Bundle, LoopSocket
 
+T = TypeVar("T")
 log = logging.getLogger("kvagent.peer")
 
 HEAD = struct.Struct("<3sBQ")  # magic, protocol version, call number
@@ -52,7 +59,8 @@ BREATH_SECONDS = 0.005
 """After so many messages of peers that nobody listens to, the server does something else."""
 REBIND_SECONDS = 0.01
 
-Handler = Callable[[Peer], Awaitable[Peer]]
+Handler = Callable[[Peer], Peer | Coroutine[Any, Any, Peer]]
+"""Answers at once, or takes its time."""
 
 
 def endpoint(host: str, port: int) -> str:
@@ -61,12 +69,12 @@ def endpoint(host: str, port: int) -> str:
 
 
 class PeerServer:
-    """Answers calls with `handler`, which may take its time and must not raise."""
+    """Answers calls with `handler`; a `KVAgentError` of it is a refusal."""
 
     def __init__(self, control: Control, handler: Handler) -> None:
         self._control = control
         self._handler = handler
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._receiving: asyncio.Task[None] | None = None
         self._moving: asyncio.Task[None] | None = None
         self._answering: dict[bytes, set[int]] = {}
@@ -174,9 +182,7 @@ class PeerServer:
         if version != PROTOCOL:
             self._patience.refused(identity, time.monotonic())
             text = f"peer protocol {version} here meets {PROTOCOL}; run the same kvagent on both"
-            self._spawn(
-                self._send(self._socket, identity, call, Refused(code="protocol", message=text))
-            )
+            self._reply(self._socket, identity, call, Refused(code="protocol", message=text))
             return
         message = decode_question(body)
         open_calls = self._answering.get(identity, set())
@@ -185,37 +191,42 @@ class PeerServer:
         if len(self._tasks) >= MAX_TASKS or len(open_calls) >= MAX_CALLS:
             self.rejected += 1  # too much at once: they ask again
             return
-        open_calls.add(call)
-        self._answering[identity] = open_calls
-        self._spawn(self._answer(self._socket, identity, call, message))
-
-    def _spawn(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _answer(self, socket: LoopSocket, identity: bytes, call: int, message: Peer) -> None:
-        answering = self._answering
         try:
-            answer = await self._handler(message)
-        except Exception:
-            log.exception("the handler of %s failed", type(message).__name__)
-            answer = Refused(code="internal", message="internal error; see the peer's log")
-        finally:
-            open_calls = answering[identity]
+            answer = self._handler(message)
+        except Exception as error:
+            answer = _refusal(message, error)
+        if not asyncio.iscoroutine(answer):
+            self._reply(self._socket, identity, call, answer)
+            return
+        open_calls.add(call)
+        answering, socket = self._answering, self._socket
+        answering[identity] = open_calls
+
+        def there(task: asyncio.Task[Peer]) -> None:
             open_calls.discard(call)
             if not open_calls:
-                del answering[identity]
-        if isinstance(answer, Refused):
-            self._patience.refused(identity, time.monotonic())
-        await self._send(socket, identity, call, answer)
+                answering.pop(identity, None)
+            if not task.cancelled():
+                error = task.exception()
+                reply = task.result() if error is None else _refusal(message, error)
+                self._reply(socket, identity, call, reply)
 
-    async def _send(self, socket: LoopSocket, identity: bytes, call: int, message: Peer) -> None:
+        self._spawn(answer).add_done_callback(there)
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _reply(self, socket: LoopSocket, identity: bytes, call: int, message: Peer) -> None:
         """Over the connection that the question came by, if there still is one."""
+        if isinstance(message, Refused):
+            self._patience.refused(identity, time.monotonic())
         try:
             frames = [HEAD.pack(MAGIC, PROTOCOL, call), peer_codec.encode(message)]
             if self._control.chaos is not None:
-                await self._control.send(socket, [identity, *frames], message)
+                self._spawn(self._send_late(socket, [identity, *frames], message))
                 return
             bundle = self._bundles.get((socket, identity))
             if bundle is None:
@@ -225,6 +236,13 @@ class PeerServer:
             bundle.add(frames)
         except (zmq.ZMQError, ProtocolError) as error:
             # The caller went away, or asked for more than an answer may hold.
+            log.debug("answer not sent: %s", error)
+
+    async def _send_late(self, socket: LoopSocket, frames: list[bytes], message: Peer) -> None:
+        """As a drill has it."""
+        try:
+            await self._control.send(socket, frames, message)
+        except zmq.ZMQError as error:
             log.debug("answer not sent: %s", error)
 
     async def close(self) -> None:
@@ -271,11 +289,16 @@ class PeerClient:
 
         Raises `PeerGoneError` when none came, `HandshakeError` when the peer refused.
         """
-        if self._socket.closed:
-            raise PeerGoneError(f"the connection to {self} was closed")
-        call = next(self._calls)
+        return await self.ask(message, timeout, again)
+
+    def ask(self, message: Peer, timeout: float, again: float = 1.0) -> asyncio.Future[Peer]:
+        """What `call` returns or raises, when it is there. Cancelling it ends the call."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Peer] = loop.create_future()
+        if self._socket.closed:
+            answer.set_exception(PeerGoneError(f"the connection to {self} was closed"))
+            return answer
+        call = next(self._calls)
         self._open[call] = answer
         frames = [HEAD.pack(MAGIC, PROTOCOL, call), peer_codec.encode(message)]
         question = _Question(message, frames, answer, loop.time() + timeout, timeout, again)
@@ -290,17 +313,15 @@ class PeerClient:
             insists: asyncio.Handle = loop.call_later(min(again, timeout), insist)
         else:
             insists = loop.call_soon(insist)
-        try:
-            reply = await answer
-        finally:
+
+        def over(_: asyncio.Future[Peer]) -> None:
             del self._open[call]
-            answer.cancel()
             insists.cancel()
             if insisting is not None:
                 insisting.cancel()
-        if isinstance(reply, Refused):
-            raise HandshakeError(_explain(reply, self))
-        return reply
+
+        answer.add_done_callback(over)
+        return answer
 
     async def _insist(self, question: _Question) -> None:
         """Sends again and again, until there is an answer or the time is up."""
@@ -351,9 +372,13 @@ class PeerClient:
             return  # an answer to a call that was answered or given up
         if version != PROTOCOL:
             text = f"peer protocol {version} at {self} meets {PROTOCOL} here"
-            waiting.set_result(Refused(code="protocol", message=text))
+            reply: Peer = Refused(code="protocol", message=text)
         else:
-            waiting.set_result(peer_codec.decode(body))
+            reply = peer_codec.decode(body)
+        if isinstance(reply, Refused):
+            waiting.set_exception(HandshakeError(_explain(reply, self)))
+        else:
+            waiting.set_result(reply)
 
     async def is_dead(self) -> bool:
         """Whether the peer's host says that nobody listens there: the process is gone, and not
@@ -372,7 +397,7 @@ class PeerClient:
         await asyncio.gather(self._reader, return_exceptions=True)
         if self._dialer is not None:
             await self._dialer.close()
-        for answer in self._open.values():
+        for answer in list(self._open.values()):
             if not answer.done():
                 answer.set_exception(PeerGoneError(f"the connection to {self} was closed"))
         self._socket.close()
@@ -397,6 +422,13 @@ def _pairs(frames: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
     if any(len(head) != HEAD.size for head, _ in pairs):
         raise ProtocolError("not a head and a message")
     return pairs
+
+
+def _refusal(message: Peer, error: BaseException) -> Peer:
+    if isinstance(error, KVAgentError):
+        return Refused(code="refused", message=str(error))
+    log.error("the handler of %s failed", type(message).__name__, exc_info=error)
+    return Refused(code="internal", message="internal error; see the peer's log")
 
 
 def _explain(refused: Refused, client: PeerClient) -> str:

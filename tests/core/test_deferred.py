@@ -101,3 +101,30 @@ def test_a_claim_waits_for_an_offer_that_is_coming() -> None:
     assert table.sweep(5, {"t"}) == ["g"]
     table.offer(6, "t", TOKEN, "r", BLOCKS, 8, deferred=True)
     assert table.answer_parked(6, "t") == ("f", Verdict.HELD)
+
+
+def test_a_complete_does_not_claim_it() -> None:
+    """What was read before the claim was granted may be anything."""
+    table = LeaseTable(lease_seconds=10)
+    digest = ticket_digest(BLOCKS, 8, deferred=True)
+    table.offer(0, "t", TOKEN, "r", BLOCKS, 8, deferred=True)
+    for wrong in (digest, ticket_digest(BLOCKS, 8)):
+        assert table.complete(1, "t", TOKEN, "f", wrong) is Verdict.UNKNOWN
+    assert table.counts()["offered"] == 1
+    assert table.claim(2, "t", TOKEN, "f", digest) is Verdict.HELD
+    assert table.complete(3, "t", TOKEN, "f", digest) is Verdict.HELD
+
+
+def test_it_is_claimed_once() -> None:
+    one = fetch()
+    assert run(one, Event.CONNECTED, Event.LASTS) == [Action.CLAIM]
+    assert run(one, Event.CLAIM_HELD, Event.LASTS) == [Action.START_READS]
+    assert run(one, Event.LASTS) == []
+
+
+def test_one_that_the_producer_forgot_fails() -> None:
+    one = fetch()
+    run(one, Event.CONNECTED, Event.CLAIM_HELD)
+    assert one.on(Event.RANKS_DONE, 2.0) == [Action.COMPLETE]
+    assert one.on(Event.COMPLETE_UNKNOWN, 3.0, "unknown: x") == [Action.REPORT]
+    assert one.cause == "unknown: x"

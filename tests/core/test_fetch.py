@@ -33,29 +33,93 @@ def run(one: Fetch, *events: Event | tuple[Event, str]) -> list[Action]:
     return actions
 
 
-def test_good_path() -> None:
+def test_a_short_one_is_never_claimed() -> None:
     one = fetch()
-    assert run(one, Event.CONNECTED) == [Action.CLAIM, Action.START_READS]
-    assert run(one, Event.CLAIM_HELD) == []
+    assert run(one, Event.CONNECTED) == [Action.START_READS]
     assert run(one, Event.RANKS_DONE) == [Action.COMPLETE]
+    assert run(one, Event.LASTS) == [], "it asks already"
     assert run(one, Event.COMPLETE_HELD) == [Action.REPORT]
     assert one.state is FetchState.DONE
     assert one.cause == ""
+    assert not one.claimed
+
+
+def test_one_that_lasts_is_claimed_once() -> None:
+    one = fetch()
+    assert run(one, Event.CONNECTED, Event.LASTS, Event.LASTS) == [Action.START_READS, Action.CLAIM]
+    assert one.claimed
+    assert not one.claim_held
+    assert run(one, Event.CLAIM_HELD) == []
+    assert one.claim_held
+    assert run(one, Event.LASTS) == []
+    assert run(one, Event.RANKS_DONE) == [Action.COMPLETE]
+    assert run(one, Event.COMPLETE_HELD) == [Action.REPORT]
+    assert one.state is FetchState.DONE
 
 
 def test_reads_may_end_before_the_claim_is_granted() -> None:
     one = fetch()
-    assert run(one, Event.CONNECTED, Event.RANKS_DONE)[2:] == []
+    assert run(one, Event.CONNECTED, Event.LASTS, Event.RANKS_DONE)[2:] == []
     assert run(one, Event.CLAIM_HELD) == [Action.COMPLETE]
 
 
 @pytest.mark.parametrize("late", [Event.CLAIM_REFUSED, Event.LEASE_LOST])
 def test_no_claim_no_good(late: Event) -> None:
     one = fetch()
-    run(one, Event.CONNECTED, Event.RANKS_DONE)
+    run(one, Event.CONNECTED, Event.LASTS, Event.RANKS_DONE)
     assert run(one, (late, "expired: x")) == [Action.REPORT]
     assert one.state is FetchState.FAILED
     assert one.cause == "expired: x"
+
+
+@pytest.mark.parametrize("late", [Event.CLAIM_REFUSED, Event.LEASE_LOST])
+def test_what_was_refused_is_read_no_further(late: Event) -> None:
+    one = fetch()
+    run(one, Event.CONNECTED, Event.LASTS)
+    assert run(one, (late, "used: x")) == [Action.STOP_READS]
+    assert run(one, Event.RANKS_DONE) == [Action.REPORT]
+    assert one.cause == "used: x"
+
+
+def test_an_offer_that_is_still_on_its_way_is_waited_for_by_a_claim() -> None:
+    one = fetch()
+    run(one, Event.CONNECTED, Event.RANKS_DONE)
+    assert run(one, (Event.COMPLETE_UNKNOWN, "unknown: x")) == [Action.CLAIM]
+    assert one.state is FetchState.VALIDATING
+    assert one.cause == ""
+    assert run(one, Event.CLAIM_HELD) == [Action.COMPLETE]
+    assert one.claim_held, "it is renewed"
+    assert run(one, Event.COMPLETE_HELD) == [Action.REPORT]
+    assert one.state is FetchState.DONE
+
+
+def test_an_offer_that_never_comes() -> None:
+    one = fetch()
+    run(one, Event.CONNECTED, Event.RANKS_DONE, (Event.COMPLETE_UNKNOWN, "unknown: x"))
+    assert run(one, (Event.CLAIM_REFUSED, "unknown: still")) == [Action.REPORT]
+    assert one.state is FetchState.FAILED
+    assert one.cause == "unknown: still"
+
+
+@pytest.mark.parametrize("claim", ["while it was read", "of the offer to come"])
+def test_what_is_unknown_although_it_was_claimed_fails(claim: str) -> None:
+    """The producer has forgotten it: there is nothing to wait for."""
+    one = fetch()
+    if claim == "while it was read":
+        run(one, Event.CONNECTED, Event.LASTS, Event.CLAIM_HELD, Event.RANKS_DONE)
+    else:
+        run(one, Event.CONNECTED, Event.RANKS_DONE, Event.COMPLETE_UNKNOWN, Event.CLAIM_HELD)
+    assert run(one, (Event.COMPLETE_UNKNOWN, "unknown: x")) == [Action.REPORT]
+    assert one.cause == "unknown: x"
+
+
+@pytest.mark.parametrize("how", [Event.CANCEL, Event.DEADLINE])
+def test_an_end_while_the_offer_is_waited_for(how: Event) -> None:
+    one = fetch()
+    run(one, Event.CONNECTED, Event.RANKS_DONE, (Event.COMPLETE_UNKNOWN, "unknown: x"))
+    assert run(one, (how, "y")) == [Action.RELEASE, Action.REPORT]
+    assert one.cause == "y"
+    assert run(one, Event.CLAIM_HELD) == []
 
 
 def test_failure_waits_for_all_ranks_and_keeps_its_first_cause() -> None:
@@ -86,7 +150,7 @@ EVENTS = st.tuples(st.sampled_from(Event), st.sampled_from(["", "x: one", "y: tw
 @given(st.lists(EVENTS, max_size=40))
 def test_any_order_of_events(events: list[tuple[Event, str]]) -> None:
     one = fetch()
-    reports = 0
+    reports = claims = 0
     posted = done = asked = False
     for event, cause in events:
         before = one.state
@@ -99,10 +163,16 @@ def test_any_order_of_events(events: list[tuple[Event, str]]) -> None:
         if Action.REPORT in actions:
             assert one.terminal
             assert done or not posted, "reported while a rank may still write"
+        if Action.CLAIM in actions:
+            assert event in (Event.LASTS, Event.COMPLETE_UNKNOWN)
+            claims += 1
+        if Action.COMPLETE in actions:
+            assert done
         if one.state is FetchState.DONE and before is not FetchState.DONE:
             assert event is Event.COMPLETE_HELD
             assert asked
-            assert one.claim_held
+        assert claims == int(one.claimed)
+        assert claims <= 1
         assert reports == int(one.terminal)
     # Whatever happened, these bring it to an end.
     if not one.terminal:
@@ -160,7 +230,12 @@ def test_blocks_are_in_flight_until_the_producer_says_that_they_are_good(
     table: FetchTable, ledger: Ledger
 ) -> None:
     one = add(table, "a", 1)
-    for event in (Event.CONNECTED, Event.RANKS_DONE, Event.CLAIM_HELD):
+    for event in (
+        Event.CONNECTED,
+        Event.RANKS_DONE,
+        Event.COMPLETE_UNKNOWN,
+        Event.CLAIM_HELD,
+    ):
         table.feed(one, event, 1)
         assert ledger.counts()["in_flight"] == 1
     table.feed(one, Event.COMPLETE_HELD, 2)

@@ -43,13 +43,17 @@ def claim(table: LeaseTable, now: float, fetch: str = "f", transfer: str = "t") 
     return table.claim(now, transfer, TOKEN, fetch, DIGEST)
 
 
+def complete(table: LeaseTable, now: float, fetch: str = "f", transfer: str = "t") -> Verdict:
+    return table.complete(now, transfer, TOKEN, fetch, DIGEST)
+
+
 def test_offer_claim_complete_gives_the_blocks_back_once(table: LeaseTable, ledger: Ledger) -> None:
     offer(table)
     assert ledger.counts()["offered"] == 2
     assert claim(table, 1) is Verdict.HELD
     assert ledger.counts()["claimed"] == 2
     assert table.take_finished() == set()
-    assert table.complete(2, "t", TOKEN, "f") is Verdict.HELD
+    assert complete(table, 2) is Verdict.HELD
     assert table.take_finished() == {"r"}
     assert table.take_finished() == set()
     assert ledger.counts()["free"] == 8
@@ -59,8 +63,8 @@ def test_second_deliveries_are_answered_as_the_first(table: LeaseTable) -> None:
     offer(table)
     assert offer(table) is None
     assert claim(table, 1) is claim(table, 1) is Verdict.HELD
-    assert table.complete(2, "t", TOKEN, "f") is Verdict.HELD
-    assert table.complete(3, "t", TOKEN, "f") is Verdict.HELD
+    assert complete(table, 2) is Verdict.HELD
+    assert complete(table, 3) is Verdict.HELD
     assert table.take_finished() == {"r"}
     assert offer(table, 4) is None, "a tombstone is not offered anew"
     assert table.counts()["offered"] == 0
@@ -70,10 +74,10 @@ def test_a_ticket_is_good_for_one_fetch(table: LeaseTable) -> None:
     offer(table)
     claim(table, 1)
     assert claim(table, 1, "other") is Verdict.USED
-    assert table.complete(2, "t", TOKEN, "other") is Verdict.USED
+    assert complete(table, 2, "other") is Verdict.USED
     assert table.release(2, "t", TOKEN, "other") is Verdict.USED
     assert table.release(2, "t", TOKEN, "") is Verdict.USED, "released by a stranger to the fetch"
-    assert table.complete(3, "t", TOKEN, "f") is Verdict.HELD
+    assert complete(table, 3) is Verdict.HELD
     assert claim(table, 4, "other") is Verdict.USED
 
 
@@ -81,7 +85,7 @@ def test_a_lapsed_lease_is_never_good_again(table: LeaseTable) -> None:
     offer(table)
     claim(table, 1)
     # No sweep has run: the question itself finds that it lapsed.
-    assert table.complete(11, "t", TOKEN, "f") is Verdict.EXPIRED
+    assert complete(table, 11) is Verdict.EXPIRED
     assert table.take_finished() == {"r"}
     assert table.renew(11, "t", "f") is Verdict.EXPIRED
     assert claim(table, 12) is Verdict.EXPIRED
@@ -93,7 +97,7 @@ def test_renewal_holds_it_beyond_the_first_lease(table: LeaseTable) -> None:
     for now in range(12, 100, 7):
         assert table.renew(now, "t", "f") is Verdict.HELD
         table.sweep(now + 6)
-    assert table.complete(100, "t", TOKEN, "f") is Verdict.HELD
+    assert complete(table, 100) is Verdict.HELD
 
 
 def test_sweep_is_full_not_in_insertion_order(table: LeaseTable) -> None:
@@ -116,7 +120,7 @@ def test_cancel_frees_at_once_and_the_reader_is_told(table: LeaseTable) -> None:
     claim(table, 1)
     assert table.cancel(2, "r")
     assert table.take_finished() == {"r"}
-    assert table.complete(3, "t", TOKEN, "f") is Verdict.CANCELLED
+    assert complete(table, 3) is Verdict.CANCELLED
     assert not table.cancel(3, "r")
     assert not table.cancel(3, "never seen")
 
@@ -127,14 +131,14 @@ def test_revoke_ends_all(table: LeaseTable) -> None:
     claim(table, 1, "f", "a")
     table.revoke_all(2)
     assert table.take_finished() == {"ra", "rb"}
-    assert table.complete(3, "a", TOKEN, "f") is Verdict.REVOKED
+    assert complete(table, 3, "f", "a") is Verdict.REVOKED
 
 
 def test_wrong_token_and_wrong_blocks(table: LeaseTable) -> None:
     offer(table)
     assert table.claim(1, "t", b"x" * 16, "f", DIGEST) is Verdict.FORBIDDEN
     assert table.claim(1, "t", TOKEN, "f", b"x" * 32) is Verdict.MISMATCH
-    assert table.complete(1, "t", b"x" * 16, "f") is Verdict.FORBIDDEN
+    assert table.complete(1, "t", b"x" * 16, "f", DIGEST) is Verdict.FORBIDDEN
     assert table.release(1, "t", b"x" * 16, "f") is Verdict.FORBIDDEN
     assert claim(table, 2) is Verdict.HELD, "the impostors changed nothing"
 
@@ -143,7 +147,7 @@ def test_claim_that_overtakes_its_offer_is_parked(table: LeaseTable) -> None:
     assert claim(table, 0) is None
     assert claim(table, 0.5) is None, "asked again, still parked"
     assert offer(table, 1) == ("f", Verdict.HELD)
-    assert table.complete(2, "t", TOKEN, "f") is Verdict.HELD
+    assert complete(table, 2) is Verdict.HELD
 
 
 def test_parked_claims_run_out_and_are_bounded(table: LeaseTable) -> None:
@@ -185,7 +189,7 @@ def test_release_unclaimed_and_claimed(table: LeaseTable) -> None:
     assert table.release(2, "b", TOKEN, "f") is Verdict.RELEASED
     assert table.release(3, "b", TOKEN, "f") is Verdict.RELEASED
     assert table.take_finished() == {"ra", "rb"}
-    assert table.complete(3, "b", TOKEN, "f") is Verdict.RELEASED
+    assert complete(table, 3, "f", "b") is Verdict.RELEASED
 
 
 def test_tombstones_are_bounded_and_age(table: LeaseTable) -> None:
@@ -223,7 +227,7 @@ def test_blocks_that_are_written_are_not_lent(table: LeaseTable, ledger: Ledger)
     with pytest.raises(BlockInUseError, match="block 2 of group 0 is reserved"):
         table.offer(1, "t", TOKEN, "r", BLOCKS, 8)
     assert table.answer_parked(1, "t") == ("f", Verdict.REFUSED)
-    assert table.complete(1, "t", TOKEN, "f") is Verdict.REFUSED
+    assert complete(table, 1) is Verdict.REFUSED
     assert table.take_finished() == {"r"}, "its engine must not wait for it"
     fetch.move(BlockState.FREE)
     assert offer(table, 2, "t2") is None
@@ -238,9 +242,75 @@ def test_quiesced_it_starts_nothing_and_ends_what_runs(table: LeaseTable) -> Non
     assert claim(table, 2, "g", "b") is Verdict.QUIESCED
     assert claim(table, 2, "f", "a") is Verdict.HELD, "asked again, as the first time"
     assert table.renew(3, "a", "f") is Verdict.HELD
-    assert table.complete(4, "a", TOKEN, "f") is Verdict.HELD
+    assert complete(table, 4, "f", "a") is Verdict.HELD
     table.quiesced = False
     assert claim(table, 5, "g", "b") is Verdict.HELD
+
+
+def test_a_short_fetch_only_completes(table: LeaseTable, ledger: Ledger) -> None:
+    offer(table)
+    assert complete(table, 9) is Verdict.HELD
+    assert table.take_finished() == {"r"}
+    assert table.ended == {"completed": 1}
+    assert ledger.counts()["free"] == 8
+    assert complete(table, 10) is Verdict.HELD, "asked again, as the first time"
+    assert complete(table, 10, "other") is Verdict.USED
+    assert claim(table, 10) is claim(table, 10, "other") is Verdict.USED
+    assert table.take_finished() == set()
+
+
+def test_a_short_fetch_is_refused_as_its_claim_would_be(table: LeaseTable) -> None:
+    offer(table)
+    assert table.complete(1, "t", b"x" * 16, "f", DIGEST) is Verdict.FORBIDDEN
+    assert table.complete(1, "t", TOKEN, "f", b"x" * 32) is Verdict.MISMATCH
+    table.quiesced = True
+    assert complete(table, 1) is Verdict.QUIESCED
+    table.quiesced = False
+    assert table.counts()["offered"] == 1, "nothing has changed"
+    assert complete(table, 9.9) is Verdict.HELD, "nor is it another's"
+
+
+def test_a_short_fetch_comes_too_late(table: LeaseTable) -> None:
+    offer(table)
+    assert complete(table, 10) is Verdict.EXPIRED, "no sweep has run"
+    assert table.take_finished() == {"r"}
+    offer(table, 10, "u", "s")
+    table.cancel(11, "s")
+    assert complete(table, 11, "f", "u") is Verdict.CANCELLED
+    offer(table, 12, "v", "s")
+    assert table.release(13, "v", TOKEN, "f") is Verdict.RELEASED
+    assert complete(table, 13, "f", "v") is Verdict.RELEASED
+
+
+def test_a_rival_of_a_short_fetch(table: LeaseTable) -> None:
+    offer(table)
+    assert claim(table, 1, "rival") is Verdict.HELD
+    assert complete(table, 2) is Verdict.USED
+    assert complete(table, 3, "rival") is Verdict.HELD
+
+
+def test_a_complete_that_overtakes_its_offer_is_not_remembered(table: LeaseTable) -> None:
+    """Its claim waits for the offer instead, and then it is asked again."""
+    assert complete(table, 0) is Verdict.UNKNOWN
+    assert table.counts()["parked"] == 0
+    assert claim(table, 0) is None
+    assert complete(table, 0.5) is Verdict.UNKNOWN
+    assert offer(table, 1) == ("f", Verdict.HELD)
+    assert complete(table, 1.5) is Verdict.HELD
+
+
+def test_what_was_held_is_completed_without_another_claim(table: LeaseTable) -> None:
+    """A fetch of a held ticket is short, too; held alone it is not read, and quiesced ends it."""
+    for transfer in "ab":
+        offer(table, 0, transfer, f"r{transfer}")
+        verdict = table.claim(0, transfer, TOKEN, "f", DIGEST, reading=False)
+        assert verdict is Verdict.HELD
+    assert complete(table, 1, "f", "a") is Verdict.HELD
+    table.quiesced = True
+    assert complete(table, 2, "f", "b") is Verdict.QUIESCED
+    assert table.counts()["claimed"] == 1
+    table.quiesced = False
+    assert complete(table, 3, "f", "b") is Verdict.HELD
 
 
 def test_an_engine_that_is_gone_holds_nothing(table: LeaseTable) -> None:
@@ -250,6 +320,6 @@ def test_an_engine_that_is_gone_holds_nothing(table: LeaseTable) -> None:
             table.claim(1, transfer, TOKEN, f"f{transfer}", DIGEST, consumer)
     table.drop_consumer(2, "gone")
     assert table.take_finished() == {"ra"}
-    assert table.complete(3, "a", TOKEN, "fa") is Verdict.REVOKED
-    assert table.complete(3, "b", TOKEN, "fb") is Verdict.HELD
+    assert complete(table, 3, "fa", "a") is Verdict.REVOKED
+    assert complete(table, 3, "fb", "b") is Verdict.HELD
     assert table.counts()["offered"] == 1

@@ -24,10 +24,17 @@ from kvagent.errors import BlockInUseError
 BLOCKS = 8
 TIMEOUT = 20.0
 
-REFUSALS = {Event.CLAIM_REFUSED, Event.LEASE_LOST, Event.COMPLETE_REFUSED}
+REFUSALS = {
+    Event.CLAIM_REFUSED,
+    Event.LEASE_LOST,
+    Event.COMPLETE_REFUSED,
+    Event.COMPLETE_UNKNOWN,
+}
 """The producer's word that nothing is held for us: there is nothing to release."""
 
 EARLY = {Event.CONNECT_FAILED, Event.CANCEL, Event.DEADLINE}
+FINE = (Event.CONNECTED, Event.LASTS, Event.CLAIM_HELD, Event.COMPLETE_HELD)
+CLAIMING = {Event.CLAIM_REFUSED, Event.RANK_FAILED, Event.CANCEL, Event.DEADLINE}
 READING = {
     Event.CLAIM_REFUSED,
     Event.LEASE_LOST,
@@ -35,7 +42,17 @@ READING = {
     Event.CANCEL,
     Event.DEADLINE,
 }
-ASKING = {Event.COMPLETE_REFUSED, Event.CANCEL, Event.DEADLINE}
+ASKING = {Event.COMPLETE_REFUSED, Event.CLAIM_REFUSED, Event.CANCEL, Event.DEADLINE}
+
+
+WAYS = {
+    "short": (Event.RANKS_DONE,),
+    "lasts": (Event.LASTS, Event.CLAIM_HELD, Event.RANKS_DONE),
+    "ends while it claims": (Event.LASTS, Event.RANKS_DONE, Event.CLAIM_HELD),
+    "overtakes its offer": (Event.RANKS_DONE, Event.COMPLETE_UNKNOWN, Event.CLAIM_HELD),
+    "deferred": (Event.CLAIM_HELD, Event.RANKS_DONE),
+}
+"""For all to go well, between the connection and the producer's word."""
 
 
 @dataclass
@@ -45,9 +62,13 @@ class Story:
     record: Fetch
     blocks: set[int]
     posted: bool = False
+    claimed: bool = False
     held: bool = False
     ranks_done: bool = False
-    asked: bool = False
+    asked: int = 0
+    """How often the producer was asked for its word."""
+    grants: int = 0
+    """Claims that were granted after that: then it is asked again."""
     failed: str | None = None
     """The first cause."""
     over: bool = False
@@ -62,26 +83,16 @@ class Story:
         if self.over:
             return set()
         if not self.posted:
-            if event is Event.CONNECTED:
-                self.posted = True
-                return {Action.CLAIM, Action.START_READS}
-            if event not in EARLY:
-                return set()
-            self.failed, self.over = cause, True
-            return {Action.RELEASE, Action.REPORT}
+            return self._before_it_reads(event, cause)
         if self.failed is not None:
             if event is not Event.RANKS_DONE:
                 return set()
             self.ranks_done = self.over = True
             return {Action.REPORT}
         if self.asked:
-            if event is Event.COMPLETE_HELD:
-                self.over = True
-                return {Action.REPORT}
-            if event not in ASKING:
-                return set()
-            self.failed, self.over = cause, True
-            return {Action.REPORT} | (set() if event in REFUSALS else {Action.RELEASE})
+            return self._while_it_asks(event, cause)
+        if event is Event.LASTS:
+            return self._claim()
         if event is Event.CLAIM_HELD:
             self.held = True
         if event is Event.RANKS_DONE:
@@ -91,10 +102,43 @@ class Story:
             self.failed, self.over = cause, self.ranks_done
             end = {Action.REPORT} if self.over else {Action.STOP_READS}
             return end | (set() if event in REFUSALS else {Action.RELEASE})
-        if self.held and self.ranks_done:
-            self.asked = True
+        if self.ranks_done and (self.held or not self.claimed):
+            self.asked += 1
             return {Action.COMPLETE}
         return set()
+
+    def _before_it_reads(self, event: Event, cause: str) -> set[Action]:
+        waits = self.claimed  # only a deferred one has claimed here
+        if event is (Event.CLAIM_HELD if waits else Event.CONNECTED):
+            if self.record.deferred and not waits:
+                return self._claim()
+            self.posted, self.held = True, waits
+            return {Action.START_READS}
+        if event not in (CLAIMING if waits else EARLY):
+            return set()
+        self.failed, self.over = cause, True
+        return {Action.REPORT} | (set() if event in REFUSALS else {Action.RELEASE})
+
+    def _while_it_asks(self, event: Event, cause: str) -> set[Action]:
+        if event is Event.COMPLETE_HELD:
+            self.over = True
+            return {Action.REPORT}
+        if event is Event.COMPLETE_UNKNOWN and not self.claimed:
+            return self._claim()  # it waits for the offer
+        if event is Event.CLAIM_HELD:
+            self.held = True
+            self.grants += 1
+            self.asked += 1
+            return {Action.COMPLETE}
+        if event not in {*ASKING, Event.COMPLETE_UNKNOWN}:
+            return set()
+        self.failed, self.over = cause, True
+        return {Action.REPORT} | (set() if event in REFUSALS else {Action.RELEASE})
+
+    def _claim(self) -> set[Action]:
+        claims = set() if self.claimed else {Action.CLAIM}
+        self.claimed = True
+        return claims
 
     @property
     def state(self) -> BlockState:
@@ -120,13 +164,16 @@ class FetchMachine(RuleBasedStateMachine):
         self.lent: dict[int, tuple[Holding, set[int]]] = {}
         self.numbers = 0
         self.causes: Counter[str] = Counter()
+        self.good: set[tuple[bool, bool, bool]] = set()
+        """How fetches came to a good end: deferred, claimed, asked for again."""
 
     @rule(
         target=fetches,
         request=st.sampled_from(["r0", "r1", "r2", "r3"]),
         blocks=st.sets(st.integers(0, BLOCKS - 1), max_size=4),
+        deferred=st.booleans(),
     )
-    def start(self, request: str, blocks: set[int]) -> Story:
+    def start(self, request: str, blocks: set[int], deferred: bool) -> Story:
         self.numbers += 1
         record = Fetch(
             fetch_id=f"f{self.numbers}",
@@ -136,6 +183,7 @@ class FetchMachine(RuleBasedStateMachine):
             peer="p",
             started=self.now,
             deadline=self.now + TIMEOUT,
+            deferred=deferred,
         )
         if request in self.open:
             assert not self.table.add(record)
@@ -166,15 +214,14 @@ class FetchMachine(RuleBasedStateMachine):
         self, story: Story, event: Event, cause: str, good: bool, times: int
     ) -> None:
         """Also to a fetch that ended long ago."""
-        fine = event in (Event.CONNECTED, Event.CLAIM_HELD, Event.COMPLETE_HELD)
+        fine = event in FINE
         ends_well = event is Event.RANKS_DONE and good
         self.happens(story, event, "" if fine or ends_well else cause, times)
 
-    @rule(story=fetches, steps=st.integers(1, 4), claim_first=st.booleans())
-    def all_goes_well(self, story: Story, steps: int, claim_first: bool) -> None:
-        middle = [Event.CLAIM_HELD, Event.RANKS_DONE]
-        way = [Event.CONNECTED, *(middle if claim_first else middle[::-1]), Event.COMPLETE_HELD]
-        for event in way[:steps]:
+    @rule(story=fetches, steps=st.integers(1, 7), how=st.sampled_from(sorted(WAYS)))
+    def all_goes_well(self, story: Story, steps: int, how: str) -> None:
+        """Up to some step."""
+        for event in (Event.CONNECTED, *WAYS[how], Event.COMPLETE_HELD)[:steps]:
             self.happens(story, event, "", 1)
 
     @rule(seconds=st.sampled_from([1.0, 5.0, TIMEOUT]))
@@ -220,12 +267,20 @@ class FetchMachine(RuleBasedStateMachine):
                 assert record.cause == (story.failed or "")
                 good = record.state is FetchState.DONE
                 assert good == (story.failed is None)
-                assert not good or (story.held and story.ranks_done and story.asked)
+                assert not good or (event is Event.COMPLETE_HELD and story.ranks_done)
+                assert not good or story.asked
+                assert not good or story.held or not record.deferred
                 self.table.remove(record)
                 assert self.open.pop(record.request_id) is story
                 self.causes[(story.failed or "ok").split(":")[0]] += 1
+                if good:
+                    self.good.add((record.deferred, story.claimed, story.grants > 0))
+            assert record.claimed == story.claimed
+            assert record.claim_held == story.held
         assert story.done[Action.REPORT] == int(story.over)
-        assert max(story.done.values(), default=0) <= 1, "each is done once at most"
+        assert story.done[Action.COMPLETE] == story.asked <= 1 + story.grants
+        once = [count for action, count in story.done.items() if action is not Action.COMPLETE]
+        assert max(once, default=0) <= 1, "each is done once at most"
 
     @invariant()
     def every_block_is_in_one_state(self) -> None:
@@ -267,14 +322,19 @@ TestFetches = FetchMachine.TestCase
 def test_many_fetches(seed: int) -> None:
     """As above, but drawn by the dozen: what takes many events in one order is rare."""
     rng = random.Random(seed)
-    events = [*Event, Event.CONNECTED, Event.CLAIM_HELD, Event.RANKS_DONE, Event.COMPLETE_HELD]
+    ends: set[tuple[bool, bool, bool]] = set()
+    events = [*Event, *FINE, Event.RANKS_DONE]
     for _ in range(150):
         machine = FetchMachine()
         stories: list[Story] = []
         for _ in range(30):
             if rng.random() < 0.2:
                 blocks = set(rng.sample(range(BLOCKS), rng.randint(0, 3)))
-                stories.append(machine.start(f"r{rng.randint(0, 3)}", blocks))
+                deferred = rng.random() < 0.3
+                stories.append(machine.start(f"r{rng.randint(0, 3)}", blocks, deferred))
+            elif stories and rng.random() < 0.2:
+                story, how = rng.choice(stories[-3:]), rng.choice(sorted(WAYS))
+                machine.all_goes_well(story, rng.randint(1, 7), how)
             elif stories:
                 story, event = rng.choice(stories[-3:]), rng.choice(events)
                 cause, good = rng.choice(["x: one", "y: two"]), rng.random() < 0.5
@@ -282,6 +342,9 @@ def test_many_fetches(seed: int) -> None:
             machine.every_block_is_in_one_state()
             machine.counts_are_the_models()
         machine.teardown()
+        ends |= machine.good
+    short, lasting, overtaken = (False, False, False), (False, True, False), (False, True, True)
+    assert ends >= {short, lasting, overtaken, (True, True, False)}, "a good mixture"
 
 
 @pytest.mark.slow

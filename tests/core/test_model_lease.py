@@ -1,6 +1,7 @@
 """The lease table with its ledger, in any order of events, against a model of its own.
 
-The model knows a lease by three facts: until when it is held, who claimed it, and how it ended.
+The model knows a lease by four facts: until when it is held, who claimed it, whether that one
+reads, and how it ended.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Ticket:
     transfer: str
     request: str
     blocks: tuple[tuple[int, ...], ...]
+    deferred: bool
 
     @property
     def token(self) -> bytes:
@@ -56,7 +58,7 @@ class Ticket:
 
     @property
     def digest(self) -> bytes:
-        return ticket_digest(self.packed, 8)
+        return ticket_digest(self.packed, 8, self.deferred)
 
     @property
     def held(self) -> set[Block]:
@@ -70,8 +72,17 @@ class Known:
     ticket: Ticket
     until: float
     holder: str = ""
+    reading: bool = False
     ended: Verdict | None = None
     """What a late question is answered; `USED`: completed."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    fetch: str
+    right_token: bool = True
+    right_digest: bool = True
+    reading: bool = True
 
 
 @dataclass
@@ -80,8 +91,8 @@ class Model:
     remembered: dict[str, tuple[Known, float]] = field(default_factory=dict)
     """Ended ones, each with the time at which it is forgotten."""
     forgotten: set[str] = field(default_factory=set)
-    parked: dict[str, tuple[bool, bool, str, float]] = field(default_factory=dict)
-    """By transfer: whether token and digest were right, the fetch, until when."""
+    parked: dict[str, tuple[Claim, float]] = field(default_factory=dict)
+    """By transfer: the claim, until when."""
     early: dict[tuple[str, bytes], float] = field(default_factory=dict)
     """Releases that came before their offer, by transfer and token, and until when they count."""
     written: dict[int, set[Block]] = field(default_factory=dict)
@@ -117,7 +128,8 @@ lately = st.integers(0, 3)
 fetches = st.sampled_from(["f0", "f0", "f0", "f1", "f2"])
 requests = st.sampled_from(["r0", "r0", "r1"])
 EVENTS = (
-    *("claim", "claim", "claim", "rival", "renew", "renew", "complete", "complete", "release"),
+    *("claim", "claim", "hold", "rival", "renew", "renew", "release"),
+    *("complete", "complete", "rival completes", "wrong complete"),
     *("wait", "wait", "wait", "lapse", "sweep", "take", "other", "other"),
     *("offer", "cancel", "revoke", "drop", "quiesce", "mint"),
 )
@@ -150,6 +162,8 @@ class LeaseMachine(RuleBasedStateMachine):
         self.broken: set[str] = set()
         """Transfers whose blocks were not held at some moment since their offer."""
         self.last_words: dict[tuple[str, str, str], Verdict] = {}
+        self.completes: set[tuple[bool, Verdict]] = set()
+        """Whether the lease was claimed, and the answer."""
 
     # ------------------------------------------------------------ the engine
 
@@ -159,10 +173,11 @@ class LeaseMachine(RuleBasedStateMachine):
             st.lists(st.integers(0, BLOCKS - 1), max_size=3, unique=True), max_size=GROUPS
         ),
         offered=st.booleans(),
+        deferred=rarely,
     )
-    def mint(self, request: str, blocks: list[list[int]], offered: bool) -> None:
+    def mint(self, request: str, blocks: list[list[int]], offered: bool, deferred: bool) -> None:
         number = len(self.tickets) + 1
-        self.tickets.append(Ticket(f"t{number}", request, tuple(map(tuple, blocks))))
+        self.tickets.append(Ticket(f"t{number}", request, tuple(map(tuple, blocks)), deferred))
         if offered:
             self.offer(0)
 
@@ -175,7 +190,10 @@ class LeaseMachine(RuleBasedStateMachine):
             return
         new = ticket.transfer not in {*model.live, *model.remembered}
         refused = new and any(ticket.held & blocks for blocks in model.written.values())
-        offer = (self.now, ticket.transfer, ticket.token, ticket.request, ticket.packed, 8)
+        offer = (
+            *(self.now, ticket.transfer, ticket.token, ticket.request, ticket.packed, 8),
+            ticket.deferred,
+        )
         if refused:
             with pytest.raises(BlockInUseError):
                 self.table.offer(*offer)
@@ -194,9 +212,7 @@ class LeaseMachine(RuleBasedStateMachine):
         if parked is None:
             assert answered is None
         else:
-            right_token, right_digest, fetch, _ = parked
-            expected = self.claimed(ticket, fetch, right_token, right_digest)
-            assert answered == (fetch, expected)
+            assert answered == (parked[0].fetch, self.claimed(ticket, parked[0]))
 
     @rule(request=requests, really=rarely)
     def cancel(self, request: str, really: bool) -> None:
@@ -266,12 +282,20 @@ class LeaseMachine(RuleBasedStateMachine):
         fetch=fetches,
         right_token=mostly,
         right_digest=mostly,
+        reading=mostly,
         times=st.integers(1, 2),
     )
     def claim(
-        self, back: int, fetch: str, right_token: bool, right_digest: bool, times: int
+        self,
+        back: int,
+        fetch: str,
+        right_token: bool = True,
+        right_digest: bool = True,
+        reading: bool = True,
+        times: int = 1,
     ) -> None:
         ticket = self.ticket(back)
+        claim = Claim(fetch, right_token, right_digest, reading)
         for _ in range(times):
             verdict = self.table.claim(
                 self.now,
@@ -280,15 +304,16 @@ class LeaseMachine(RuleBasedStateMachine):
                 fetch,
                 ticket.digest if right_digest else b"wrong",
                 CONSUMERS[fetch],
+                reading,
             )
             if self.model.find(self.now, ticket.transfer) is None:
                 parked = self.model.parked
                 if ticket.transfer not in parked and len(parked) < MAX_PARKED:
-                    parked[ticket.transfer] = (right_token, right_digest, fetch, self.now + PARK)
-                waits = ticket.transfer in parked and parked[ticket.transfer][2] == fetch
+                    parked[ticket.transfer] = (claim, self.now + PARK)
+                waits = ticket.transfer in parked and parked[ticket.transfer][0].fetch == fetch
                 assert verdict is (None if waits else Verdict.UNKNOWN)
             else:
-                assert verdict is self.claimed(ticket, fetch, right_token, right_digest)
+                assert verdict is self.claimed(ticket, claim)
 
     @precondition(lambda self: self.tickets)
     @rule(back=lately, fetch=fetches, times=st.integers(1, 2))
@@ -312,29 +337,41 @@ class LeaseMachine(RuleBasedStateMachine):
         back=lately,
         fetch=fetches,
         right_token=mostly,
+        right_digest=mostly,
         times=st.integers(1, 2),
     )
-    def complete(self, back: int, fetch: str, right_token: bool, times: int) -> None:
+    def complete(
+        self,
+        back: int,
+        fetch: str,
+        right_token: bool = True,
+        right_digest: bool = True,
+        times: int = 1,
+    ) -> None:
+        """Whoever has not claimed it does so by this, if that is still to be had."""
         ticket = self.ticket(back)
+        claim = Claim(fetch, right_token, right_digest)
         for _ in range(times):
             lease = self.model.find(self.now, ticket.transfer)
-            first = lease is not None and lease.ended is None
+            was_claimed = lease is not None and lease.holder != ""
+            expected = self.completed(ticket, claim)
             verdict = self.table.complete(
-                self.now, ticket.transfer, ticket.token if right_token else b"wrong", fetch
+                self.now,
+                ticket.transfer,
+                ticket.token if right_token else b"wrong",
+                fetch,
+                ticket.digest if right_digest else b"wrong",
+                CONSUMERS[fetch],
             )
-            if lease is None:
-                assert verdict is Verdict.UNKNOWN
-            elif not right_token:
-                assert verdict is Verdict.FORBIDDEN
-            elif lease.holder == fetch and (first or lease.ended is Verdict.USED):
-                assert verdict is Verdict.HELD
-                if first:
+            assert verdict is expected
+            self.completes.add((was_claimed, verdict))
+            if verdict is Verdict.HELD:
+                assert right_token
+                assert lease is not None
+                assert lease.holder == fetch
+                if not lease.ended:
                     assert ticket.transfer not in self.broken
                     self.ended(ticket.transfer, Verdict.USED)
-            elif lease.holder not in ("", fetch):
-                assert verdict is Verdict.USED
-            else:
-                assert verdict is (lease.ended or Verdict.UNKNOWN)
             if lease is not None and lease.ended and right_token:
                 self.is_the_last_word("complete", ticket, fetch, verdict)
 
@@ -352,7 +389,7 @@ class LeaseMachine(RuleBasedStateMachine):
             lease = self.model.find(self.now, ticket.transfer)
             verdict = self.table.release(self.now, ticket.transfer, token, fetch)
             parked = self.model.parked.get(ticket.transfer)
-            if parked is not None and parked[2] == fetch:
+            if parked is not None and parked[0].fetch == fetch:
                 del self.model.parked[ticket.transfer]
             if lease is None:
                 assert verdict is Verdict.UNKNOWN
@@ -379,19 +416,23 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(
         request=requests,
         offered=st.booleans(),
+        deferred=rarely,
         script=st.lists(st.sampled_from(EVENTS), max_size=12),
     )
-    def one_life(self, request: str, offered: bool, script: list[str]) -> None:
+    def one_life(self, request: str, offered: bool, deferred: bool, script: list[str]) -> None:
         """Much happens to one lease and the one before, so that long chains are not too rare."""
-        self.mint(request, [[0, 1], [2]], offered)
+        self.mint(request, [[0, 1], [2]], offered, deferred)
         backs = [0, 1]
         happens = {
-            "mint": lambda: self.mint(request, [[3]], False),
+            "mint": lambda: self.mint(request, [[3]], False, deferred),
             "offer": lambda: self.offer(backs[0]),
-            "claim": lambda: self.claim(backs[0], "f0", True, True, 1),
-            "rival": lambda: self.claim(backs[0], "f1", True, True, 1),
+            "claim": lambda: self.claim(backs[0], "f0"),
+            "hold": lambda: self.claim(backs[0], "f0", reading=False),
+            "rival": lambda: self.claim(backs[0], "f1"),
             "renew": lambda: self.renew(backs[0], "f0", 1),
-            "complete": lambda: self.complete(backs[0], "f0", True, 1),
+            "complete": lambda: self.complete(backs[0], "f0"),
+            "rival completes": lambda: self.complete(backs[0], "f1"),
+            "wrong complete": lambda: self.complete(backs[0], "f0", right_digest=False),
             "release": lambda: self.release(backs[0], "f0", True, 1),
             "cancel": lambda: self.cancel(request, True),
             "revoke": lambda: self.revoke_all(True),
@@ -411,8 +452,8 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule()
     def sweep(self) -> None:
         model = self.model
-        late = [t for t, (*_, until) in model.parked.items() if self.now >= until]
-        expected = sorted(model.parked.pop(transfer)[2] for transfer in late)
+        late = [t for t, (_, until) in model.parked.items() if self.now >= until]
+        expected = sorted(model.parked.pop(transfer)[0].fetch for transfer in late)
         assert sorted(self.table.sweep(self.now)) == expected
         model.early = {key: until for key, until in model.early.items() if self.now < until}
         for transfer, one in list(model.live.items()):
@@ -429,22 +470,42 @@ class LeaseMachine(RuleBasedStateMachine):
         self.model.end(self.now, transfer, how)
         self.broken.add(transfer)
 
-    def claimed(self, ticket: Ticket, fetch: str, right_token: bool, right_digest: bool) -> Verdict:
+    def claimed(self, ticket: Ticket, claim: Claim) -> Verdict:
         """What a claim of a lease that is known comes to."""
         lease = self.model.find(self.now, ticket.transfer)
         assert lease is not None
-        if not right_token:
+        if not claim.right_token:
             return Verdict.FORBIDDEN
         if lease.ended:
             return lease.ended
-        if lease.holder not in ("", fetch):
+        if lease.holder not in ("", claim.fetch):
             return Verdict.USED
-        if not right_digest:
+        if not claim.right_digest:
             return Verdict.MISMATCH
-        if self.table.quiesced and not lease.holder:
+        if self.table.quiesced and claim.reading and not lease.reading:
             return Verdict.QUIESCED
-        lease.holder, lease.until = fetch, self.now + LEASE
+        lease.holder, lease.until = claim.fetch, self.now + LEASE
+        lease.reading |= claim.reading
         return Verdict.HELD
+
+    def completed(self, ticket: Ticket, claim: Claim) -> Verdict:
+        """What the question comes to; that ends a lease when it is `HELD`."""
+        lease = self.model.find(self.now, ticket.transfer)
+        if lease is None:
+            return Verdict.UNKNOWN
+        if not claim.right_token:
+            return Verdict.FORBIDDEN
+        if lease.ended:
+            mine = lease.holder == claim.fetch
+            if lease.ended is Verdict.USED and mine:
+                return Verdict.HELD
+            return lease.ended if mine or not lease.holder else Verdict.USED
+        if not lease.holder:
+            return Verdict.UNKNOWN if ticket.deferred else self.claimed(ticket, claim)
+        if lease.holder != claim.fetch:
+            return Verdict.USED
+        quiesced = self.table.quiesced and not lease.reading
+        return Verdict.QUIESCED if quiesced else Verdict.HELD
 
     def is_the_last_word(self, name: str, ticket: Ticket, fetch: str, verdict: Verdict) -> None:
         """Once a lease has ended, a question has one answer for as long as it is remembered."""
@@ -521,12 +582,25 @@ TestLeases = LeaseMachine.TestCase
 def test_many_lives(seed: int) -> None:
     """As above, but drawn by the dozen: what takes five events in one order is rare."""
     rng = random.Random(seed)
+    completes: set[tuple[bool, Verdict]] = set()
     for _ in range(800):
         machine = LeaseMachine()
         for _ in range(5):
             script = rng.choices(EVENTS, k=rng.randint(2, 12))
-            machine.one_life(rng.choice(["r0", "r1"]), rng.random() < 0.8, script)
+            offered, deferred = rng.random() < 0.8, rng.random() < 0.2
+            machine.one_life(rng.choice(["r0", "r1"]), offered, deferred, script)
         machine.teardown()
+        completes |= machine.completes
+    unclaimed = {verdict for claimed, verdict in completes if not claimed}
+    assert unclaimed >= {
+        *(Verdict.HELD, Verdict.MISMATCH, Verdict.QUIESCED, Verdict.UNKNOWN, Verdict.EXPIRED),
+        *(Verdict.RELEASED, Verdict.CANCELLED, Verdict.REVOKED),
+    }, "a good mixture"
+    claimed = {verdict for claimed, verdict in completes if claimed}
+    assert claimed >= {
+        *(Verdict.HELD, Verdict.USED, Verdict.QUIESCED, Verdict.EXPIRED),
+        *(Verdict.RELEASED, Verdict.CANCELLED, Verdict.REVOKED),
+    }
 
 
 @pytest.mark.slow

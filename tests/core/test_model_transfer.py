@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from steps import Step
 
 from kvagent.core.aggregator import KVOutputAggregator
-from kvagent.core.fetch import Action, Event, Fetch, FetchTable
+from kvagent.core.fetch import Action, Event, Fetch, FetchState, FetchTable
 from kvagent.core.lease import LeaseTable, Verdict, ticket_digest
 from kvagent.core.ledger import Ledger
 from kvagent.core.output import KVConnectorOutput
@@ -27,6 +27,8 @@ from kvagent.core.regions import CacheGroup
 
 LEASE, TIMEOUT, FENCE, PARK = 6.0, 12.0, 4.0, 2.0
 CALL, AGAIN, TICK = 3.0, 1.0, 0.5
+LASTS = 0.6
+"""Seconds of reading after which a fetch is claimed."""
 SLOWEST = 3.0
 """Seconds after which a message is lost for good."""
 
@@ -36,8 +38,15 @@ LEASE_BOUND = LEASE + FETCH_BOUND + SLOWEST + LEASE + TICK
 
 BLOCKS = 8
 RANKS = 2
-PAUSES = ("", "producer", "consumer", "network", "cancel", "revoke", "drop", "restart")
-"""What stands still, or happens, in the middle of a transfer."""
+PAUSES = (
+    *("", "reads", "producer", "consumer", "network", "cancel", "revoke", "drop", "restart"),
+    *("quiesce", "rival", "wrong"),
+)
+"""What stands still, or happens, in the middle of a transfer; `rival`: another fetch of the same
+ticket; `wrong`: its ticket was changed."""
+
+KINDS = ("", "", "late", "deferred")
+"""Of tickets; `late`: its offer comes after the fetch."""
 
 LENGTHS = (AGAIN, LEASE, LEASE + 1.0, TIMEOUT)
 """Of the pause."""
@@ -53,12 +62,19 @@ class Ticket:
     request: str
     epoch: int
     blocks: tuple[int, ...]
-    content: tuple[int, ...]
-    """What must be read."""
+    content: list[int]
+    """What must be read; of a deferred one it is there when its offer comes, and not before."""
+    deferred: bool = False
+    wrong: bool = False
+    """Somebody has changed it."""
 
     @property
     def packed(self) -> tuple[bytes, ...]:
         return (np.array(self.blocks, "<i4").tobytes(),)
+
+    @property
+    def digest(self) -> bytes:
+        return ticket_digest(self.packed, 1, self.deferred)
 
 
 @dataclass(eq=False)
@@ -68,6 +84,7 @@ class Call:
     kind: str
     ticket: Ticket
     fetches: list[Running]
+    """Several: to renew or to complete."""
     fetch_id: str
     until: float
     again_at: float
@@ -100,6 +117,8 @@ class Running:
     shares: list[Share]
     renew_at: float = 0.0
     stopped: bool = False
+    overtook: bool = False
+    """Its end came before its offer."""
 
 
 @dataclass
@@ -138,6 +157,9 @@ class Producer:
             self.version += 1
             self.content[block] = self.version
 
+    def users(self, block: int) -> int:
+        return sum(block in blocks for blocks, _ in self.requests.values())
+
     def in_use(self) -> set[int]:
         return {block for blocks, _ in self.requests.values() for block in blocks}
 
@@ -152,7 +174,11 @@ class Producer:
     def offer(self, ticket: Ticket) -> list[Message]:
         token = ticket.transfer.encode()
         self.requests[ticket.request] = (ticket.blocks, self.now)
-        self.leases.offer(self.now, ticket.transfer, token, ticket.request, ticket.packed, 1)
+        if ticket.deferred:
+            self.refill({block for block in ticket.blocks if self.users(block) == 1})
+            ticket.content[:] = [self.content[block] for block in ticket.blocks]
+        offer = (ticket.transfer, token, ticket.request, ticket.packed, 1, ticket.deferred)
+        self.leases.offer(self.now, *offer)
         answered = self.leases.answer_parked(self.now, ticket.transfer)
         messages = self.unpark(*answered) if answered else []
         self.tell()
@@ -168,9 +194,8 @@ class Producer:
         """Answers that now go out."""
         transfer, token = call.ticket.transfer, call.ticket.transfer.encode()
         if call.kind == "claim":
-            digest = ticket_digest(call.ticket.packed, 1)
             verdict = self.leases.claim(
-                self.now, transfer, token, call.fetch_id, digest, "consumer"
+                self.now, transfer, token, call.fetch_id, call.ticket.digest, "consumer"
             )
             if verdict is None:
                 self.parked.setdefault(call.fetch_id, []).append(call)
@@ -180,9 +205,18 @@ class Producer:
             ids = [(one.ticket.transfer, one.record.fetch_id) for one in call.fetches]
             return [self.answer(call, [self.leases.renew(self.now, *pair) for pair in ids])]
         if call.kind == "complete":
-            messages = [
-                self.answer(call, [self.leases.complete(self.now, transfer, token, call.fetch_id)])
+            verdicts = [
+                self.leases.complete(
+                    self.now,
+                    one.ticket.transfer,
+                    one.record.token,
+                    one.record.fetch_id,
+                    one.ticket.digest,
+                    "consumer",
+                )
+                for one in call.fetches
             ]
+            messages = [self.answer(call, verdicts)]
         else:
             verdict = self.leases.release(self.now, transfer, token, call.fetch_id)
             messages = [self.answer(call, [verdict]), *self.unpark(call.fetch_id, verdict)]
@@ -215,6 +249,11 @@ class TransferMachine(RuleBasedStateMachine):
         self.aggregator = KVOutputAggregator(RANKS, world_size=RANKS)
         self.running: list[Running] = []
         self.calls: list[Call] = []
+        self.completing: list[Running] = []
+        """To be asked for in one message."""
+        self.asked: Counter[str] = Counter()
+        self.good: set[tuple[bool, bool, bool]] = set()
+        """How fetches came to a good end: deferred, claimed, its offer came last."""
         self.owner: dict[int, Running] = {}
         self.local: dict[tuple[int, int], tuple[int, int]] = {}
         """By block and rank: what was read, at its begin and at its end."""
@@ -224,17 +263,24 @@ class TransferMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------ the producer's engine
 
     @rule(
-        count=st.integers(1, 3), share=st.booleans(), offered=st.booleans(), fetched=st.booleans()
+        count=st.integers(1, 3),
+        share=st.booleans(),
+        offered=st.booleans(),
+        fetched=st.booleans(),
+        deferred=rarely,
     )
-    def prompt_is_done(self, count: int, share: bool, offered: bool, fetched: bool) -> None:
-        self.mint(count, share)
+    def prompt_is_done(
+        self, count: int, share: bool, offered: bool, fetched: bool, deferred: bool
+    ) -> None:
+        self.mint(count, share, deferred)
         if offered and self.producer.to_offer:
             self.offer_arrives()
         if fetched and self.tickets:
-            self.fetch(0, True)
+            self.fetch(0, True, False)
 
-    def mint(self, count: int, share: bool) -> None:
-        """A prompt is done: new blocks, perhaps behind a prefix that another request has too."""
+    def mint(self, count: int, share: bool, deferred: bool) -> None:
+        """A prompt is done, or will be: new blocks, perhaps behind a prefix that another request
+        has too."""
         producer = self.producer
         free = [block for block in range(BLOCKS) if block not in producer.in_use()]
         prefix = [blocks[0] for blocks, _ in producer.requests.values()][:1] if share else []
@@ -242,8 +288,9 @@ class TransferMachine(RuleBasedStateMachine):
         if not blocks:
             return
         self.numbers += 1
-        content = tuple(producer.content[block] for block in blocks)
-        ticket = Ticket(f"t{self.numbers}", f"p{self.numbers}", producer.epoch, blocks, content)
+        content = [producer.content[block] for block in blocks]
+        names = (f"t{self.numbers}", f"p{self.numbers}")
+        ticket = Ticket(*names, producer.epoch, blocks, content, deferred)
         producer.requests[ticket.request] = (blocks, self.now)
         producer.to_offer.append(ticket)
         self.tickets.append(ticket)
@@ -281,10 +328,14 @@ class TransferMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------ the consumer's engine
 
     @precondition(lambda self: self.tickets)
-    @rule(back=st.integers(0, 3), connects=st.booleans())
-    def fetch(self, back: int, connects: bool) -> None:
+    @rule(back=st.integers(0, 3), connects=st.booleans(), wrong=rarely)
+    def fetch(self, back: int, connects: bool, wrong: bool) -> None:
         """With a new ticket, or an old one that may have been used or have run out."""
         ticket = self.tickets[-1 - back % len(self.tickets)]
+        if wrong:
+            ticket = replace(ticket, blocks=(*ticket.blocks[1:], ticket.blocks[0]), wrong=True)
+            if len(ticket.blocks) == 1:
+                ticket = replace(ticket, blocks=((ticket.blocks[0] + 1) % BLOCKS,))
         free = [block for block in range(BLOCKS) if block not in self.owner]
         blocks = free[: len(ticket.blocks)]
         if len(blocks) < len(ticket.blocks):
@@ -298,6 +349,7 @@ class TransferMachine(RuleBasedStateMachine):
             peer="producer",
             started=self.now,
             deadline=self.now + TIMEOUT,
+            deferred=ticket.deferred,
         )
         shares = [Share(list(range(len(blocks)))) for _ in range(RANKS)]
         running = Running(record, ticket, blocks, shares)
@@ -406,6 +458,8 @@ class TransferMachine(RuleBasedStateMachine):
                 running.stopped = True
             elif action is Action.REPORT:
                 self.report(running)
+            elif action is Action.COMPLETE:
+                self.completing.append(running)
             elif action is not Action.START_READS:
                 self.call(action.value, running.ticket, [running], running.record.fetch_id)
 
@@ -415,7 +469,15 @@ class TransferMachine(RuleBasedStateMachine):
         until, again_at = self.now + CALL, self.now + AGAIN
         call = Call(kind, ticket, fetches or [], fetch_id, until, again_at)
         self.calls.append(call)
+        self.asked[kind] += 1
         self.send([Message(call, self.now)])
+
+    @rule()
+    def turn_ends(self) -> None:
+        """Of the consumer's event loop: what ended in it is asked for together."""
+        if self.completing:
+            asked, self.completing = self.completing, []
+            self.call("complete", asked[0].ticket, asked)
 
     def report(self, running: Running) -> None:
         record = running.record
@@ -426,9 +488,11 @@ class TransferMachine(RuleBasedStateMachine):
         assert self.reports[record.request_id] == 1
         assert all(share.current is None for share in running.shares), "a rank may still write"
         for call in self.calls:
-            if call.kind in ("claim", "complete") and running in call.fetches:
+            if call.kind == "claim" and running in call.fetches:
                 call.over = True
         if not record.cause:
+            assert not running.ticket.wrong
+            self.good.add((record.deferred, record.claimed, running.overtook))
             for index, block in enumerate(running.blocks):
                 right = running.ticket.content[index]
                 for rank in range(RANKS):
@@ -446,23 +510,36 @@ class TransferMachine(RuleBasedStateMachine):
             for running, verdict in zip(call.fetches, verdicts, strict=True):
                 if verdict is not Verdict.HELD:
                     self.feed(running, Event.LEASE_LOST, f"{verdict.value}: x")
-        elif call.kind != "release":
+        elif call.kind == "complete":
+            for running, verdict in zip(call.fetches, verdicts, strict=True):
+                self.completed(running, epoch, verdict)
+        elif call.kind == "claim":
             (running,), (verdict,) = call.fetches, verdicts
             held = verdict is Verdict.HELD and epoch == call.ticket.epoch
-            if call.kind == "complete":
-                event = Event.COMPLETE_HELD if held else Event.COMPLETE_REFUSED
-            else:
-                event = Event.CLAIM_HELD if held else Event.CLAIM_REFUSED
-                running.renew_at = self.now + LEASE / 3
+            event = Event.CLAIM_HELD if held else Event.CLAIM_REFUSED
+            running.renew_at = self.now + LEASE / 3
             self.feed(running, event, "" if held else f"{verdict.value}: x")
 
+    def completed(self, running: Running, epoch: int, verdict: Verdict) -> None:
+        event, cause = Event.COMPLETE_REFUSED, f"{verdict.value}: x"
+        if epoch != running.ticket.epoch:
+            cause = "peer_restarted: x"
+        elif verdict is Verdict.HELD:
+            event, cause = Event.COMPLETE_HELD, ""
+        elif verdict is Verdict.UNKNOWN:
+            event = Event.COMPLETE_UNKNOWN
+            running.overtook = True
+        self.feed(running, event, cause)
+
     def consumer_ticks(self) -> None:
+        self.turn_ends()
         for call in list(self.calls):
             if not call.over and self.now >= call.until:
                 call.over = True
                 refused = {"claim": Event.CLAIM_REFUSED, "complete": Event.COMPLETE_REFUSED}
                 if call.kind in refused:
-                    self.feed(call.fetches[0], refused[call.kind], "peer_gone: x")
+                    for running in call.fetches:
+                        self.feed(running, refused[call.kind], "peer_gone: x")
             elif not call.over and self.now >= call.again_at:
                 call.again_at += AGAIN
                 self.send([Message(call, self.now)])
@@ -474,6 +551,11 @@ class TransferMachine(RuleBasedStateMachine):
                 for rank, share in enumerate(running.shares):
                     share.current = None
                     self.rank_done(running, rank, "timed_out: x")
+        for running in list(self.running):
+            record = running.record
+            reads = record.state is FetchState.READING and not record.claimed
+            if reads and self.now >= record.reading_since + LASTS:
+                self.feed(running, Event.LASTS)
         due = [r for r in self.running if r.record.claim_held and self.now >= r.renew_at]
         if due:
             held = [running for running in self.running if running.record.claim_held]
@@ -494,6 +576,7 @@ class TransferMachine(RuleBasedStateMachine):
             self.answered(message.call, *message.answer)
 
     def messages_arrive(self) -> None:
+        self.turn_ends()
         arriving, self.network = self.network, []
         for message in arriving:
             self.deliver(message)
@@ -506,12 +589,12 @@ class TransferMachine(RuleBasedStateMachine):
         if what != "lose":
             self.deliver(message)
 
-    @rule(rounds=st.integers(1, 12))
-    def all_is_well(self, rounds: int) -> None:
+    @rule(rounds=st.integers(1, 12), offers=st.booleans())
+    def all_is_well(self, rounds: int, offers: bool = True) -> None:
         """Messages arrive, ranks read."""
         self.cut = False
         for _ in range(rounds):
-            while self.producer.to_offer:
+            while offers and self.producer.to_offer:
                 self.offer_arrives()
             for running in list(self.running):
                 if running in self.running and running.record.reading_since == 0.0:
@@ -532,12 +615,12 @@ class TransferMachine(RuleBasedStateMachine):
 
     @rule(
         seconds=st.sampled_from([TICK, AGAIN, 2.0, LEASE]),
-        stands_still=st.sampled_from(["", "", "", "producer", "consumer"]),
+        stands_still=st.sampled_from(["", "", "reads", "producer", "consumer"]),
         well=st.booleans(),
     )
     def time_passes(self, seconds: float, stands_still: str, well: bool) -> None:
         """`well`: messages arrive meanwhile, and ranks read."""
-        self.stalled |= stands_still != ""
+        self.stalled |= stands_still in ("producer", "consumer")
         for _ in range(int(seconds / TICK)):
             self.now += TICK
             self.producer.now = self.now
@@ -546,7 +629,9 @@ class TransferMachine(RuleBasedStateMachine):
                 self.consumer_ticks()
             if stands_still != "producer":
                 self.send(self.producer.tick())
-            if well and not stands_still and not self.cut:
+            if stands_still == "reads":
+                self.messages_arrive()
+            elif well and not stands_still and not self.cut:
                 self.all_is_well(1)
 
     @rule(
@@ -555,21 +640,33 @@ class TransferMachine(RuleBasedStateMachine):
         seconds=st.sampled_from(LENGTHS),
         what=st.sampled_from(PAUSES),
         reads=st.booleans(),
+        kind=st.sampled_from(KINDS),
     )
     def transfer_with_a_pause(
-        self, count: int, before: int, seconds: float, what: str, reads: bool
+        self, count: int, before: int, seconds: float, what: str, reads: bool, kind: str
     ) -> None:
         """All is well, but for something in the middle."""
-        self.prompt_is_done(count, False, True, True)
-        self.all_is_well(before)
+        self.prompt_is_done(count, False, kind == "", what != "wrong", kind == "deferred")
+        self.all_is_well(before, kind == "")
         self.cut = what == "network"
+        if what == "quiesce":
+            self.quiesce(True)
+        elif what in ("rival", "wrong") and self.tickets:
+            self.fetch(0, True, what == "wrong")
         if what in ("revoke", "drop", "restart"):
             self.producer_forgets(what, True)
         elif what == "cancel" and self.producer.requests:
             self.producer_cancels(-1, True)
-        self.time_passes(seconds, what if what in ("producer", "consumer") else "", False)
+        still = what in ("reads", "producer", "consumer")
+        self.time_passes(seconds, what if still else "", False)
         if reads:
             self.all_read()
+        if kind:
+            self.all_is_well(1, False)
+            while self.producer.to_offer:
+                self.offer_arrives()
+        self.all_is_well(1)
+        self.quiesce(False)
         self.all_is_well(12)
 
     # ------------------------------------------------------------ what always holds
@@ -618,7 +715,7 @@ TestTransfers.settings = settings(stateful_step_count=60)
 
 def test_a_slow_reader_loses_nothing() -> None:
     machine = TransferMachine()
-    machine.prompt_is_done(3, False, True, True)
+    machine.prompt_is_done(3, False, True, True, False)
     machine.all_is_well(2)
     while machine.now < 1.8 * LEASE:
         machine.time_passes(TICK, "", False)
@@ -626,6 +723,47 @@ def test_a_slow_reader_loses_nothing() -> None:
     machine.all_is_well(12)
     assert machine.fetches.ended == {"ok": 1}
     assert machine.producer.told == {"p1": 1}
+    assert machine.asked["claim"] == machine.asked["complete"] == 1
+    assert machine.asked["renew"] > 2
+
+
+def test_a_quick_reader_asks_once() -> None:
+    machine = TransferMachine()
+    for _ in range(3):
+        machine.prompt_is_done(2, False, True, True, False)
+    machine.all_is_well(12)
+    assert machine.fetches.ended == {"ok": 3}
+    assert machine.asked == {"complete": 1}, "for all three of them"
+
+
+def test_a_complete_that_overtakes_its_offer() -> None:
+    machine = TransferMachine()
+    machine.prompt_is_done(2, False, False, True, False)
+    machine.all_is_well(12, offers=False)
+    assert machine.asked == {"complete": 1, "claim": 1}
+    machine.time_passes(PARK - TICK, "", False)
+    machine.all_is_well(12)
+    assert machine.fetches.ended == {"ok": 1}
+    assert machine.asked == {"complete": 2, "claim": 1}
+
+
+def test_an_offer_that_never_comes() -> None:
+    machine = TransferMachine()
+    machine.prompt_is_done(2, False, False, True, False)
+    machine.all_is_well(12, offers=False)
+    machine.time_passes(PARK + TICK, "", False)
+    machine.all_is_well(1, offers=False)
+    assert machine.fetches.ended == {"unknown": 1}
+
+
+def test_a_deferred_ticket_is_claimed_first() -> None:
+    machine = TransferMachine()
+    machine.prompt_is_done(2, False, False, True, True)
+    machine.all_is_well(3, offers=False)
+    assert machine.asked == {"claim": 1}
+    assert not any(share.current for one in machine.running for share in one.shares)
+    machine.all_is_well(12)
+    assert machine.fetches.ended == {"ok": 1}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -633,19 +771,29 @@ def test_many_transfers(seed: int) -> None:
     """As above, but drawn by the dozen: what takes many steps in one order is rare."""
     rng = random.Random(seed)
     ends: Counter[str] = Counter()
+    good: set[tuple[bool, bool, bool]] = set()
     for _ in range(200):
         machine = TransferMachine()
         for _ in range(4):
-            seconds = rng.choice(LENGTHS)
-            what, reads = rng.choice(PAUSES), rng.random() < 0.5
             machine.transfer_with_a_pause(
-                rng.randint(1, 3), rng.randint(1, 5), seconds, what, reads
+                rng.randint(1, 3),
+                rng.randint(1, 5),
+                rng.choice(LENGTHS),
+                rng.choice(PAUSES),
+                rng.random() < 0.5,
+                rng.choice(KINDS),
             )
             machine.both_ledgers_are_right()
             machine.nothing_takes_longer_than_it_may()
         machine.teardown()
         ends.update(machine.fetches.ended)
-    assert ends.keys() >= {"ok", "expired", "cancelled", "revoked", "timed_out"}, "a good mixture"
+        good |= machine.good
+    assert ends.keys() >= {
+        *("ok", "expired", "cancelled", "revoked", "timed_out"),
+        *("mismatch", "quiesced", "unknown", "used"),
+    }, "a good mixture"
+    short, lasting, overtaken = (False, False, False), (False, True, False), (False, True, True)
+    assert good == {short, lasting, overtaken, (True, True, False)}
 
 
 @pytest.mark.slow
