@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ class Transport:
 
     inflight: dict[int, str] = field(default_factory=dict)
     posted: list[str] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
     finished: set[int] = field(default_factory=set)
     broken: dict[int, FabricError] = field(default_factory=dict)
     refuse: FabricError | None = None
@@ -34,6 +36,7 @@ class Transport:
             raise self.refuse
         handle = len(self.posted)
         self.posted.append(lists)
+        self.pieces.append(piece)
         self.inflight[handle] = lists
         return handle
 
@@ -51,31 +54,44 @@ class Desk:
     """A queue with its transport, a clock that ticks when asked, and what became of its reads."""
 
     window: int = 100
+    together: int = 0
     transport: Transport = field(default_factory=Transport)
     outcomes: dict[str, ReadStats | FabricError] = field(default_factory=dict)
+    landed: dict[str, int] = field(default_factory=dict)
     now: float = 1.0
 
     def __post_init__(self) -> None:
-        self.queue = ReadQueue(self.transport, self.window, lambda: self.now)
+        self.queue = ReadQueue(
+            self.transport, self.window, lambda: self.now, together=self.together
+        )
 
-    def read(self, name: str, peer: Peer, pieces: int, size: int = 10) -> CancelFlag:
+    def read(
+        self, name: str, peer: Peer, pieces: int, size: int = 10, *, lists: str = ""
+    ) -> CancelFlag:
+        """`lists` are its own unless they are named."""
         flag = CancelFlag()
+        self.landed[name] = 0
+
+        def landed(nbytes: int) -> None:
+            self.landed[name] += nbytes
 
         def resolve(outcome: ReadStats | FabricError) -> None:
             assert name not in self.outcomes
             assert name not in self.transport.inflight.values() or self.queue.uncertain
             self.outcomes[name] = outcome
 
-        piece = Piece(size, NO_INDEX, NO_INDEX, NO_EXTRA)
+        index = np.full(size, len(self.landed), np.int32)
+        piece = Piece(size, index, -index, NO_EXTRA)
         self.queue.add(
             Read(
                 peer=peer,
-                pieces=deque([(name, piece)] * pieces),
+                pieces=deque([(lists or name, piece)] * pieces),
                 nbytes=pieces * size,
                 descriptors=pieces,
                 cancelled=flag,
                 submitted=0.5,
                 resolve=resolve,
+                landed=landed,
             )
         )
         return flag
@@ -107,6 +123,89 @@ def test_reads_take_turns_under_the_window() -> None:
     assert not desk.transport.inflight
     assert near.inflight == far.inflight == 0
     assert not desk.queue.reads
+
+
+def test_small_pieces_of_the_same_lists_are_posted_together() -> None:
+    desk, peer = Desk(together=40), Peer("p")
+    for name in ("a", "b", "c", "d", "e"):
+        desk.read(name, peer, 1, lists="lists")
+    desk.read("other", peer, 1)
+    desk.steps()
+    assert desk.transport.posted == ["lists", "lists", "other"]
+    first, second, _ = desk.transport.pieces
+    assert first.nbytes == 40
+    assert first.local_index.tolist() == [n for n in (1, 2, 3, 4) for _ in range(10)]
+    assert (first.remote_index == -first.local_index).all()
+    assert second.nbytes == 10
+    assert peer.inflight == 60
+    desk.transport.finished.add(0)
+    desk.steps()
+    assert set(desk.outcomes) == {"a", "b", "c", "d"}
+    assert all(desk.landed[name] == (0 if name in ("e", "other") else 10) for name in desk.landed)
+    assert peer.inflight == 20
+    desk.finish_all()
+    assert set(desk.outcomes) == {"a", "b", "c", "d", "e", "other"}
+    assert peer.inflight == 0
+    assert not desk.transport.inflight
+
+
+def test_who_is_cancelled_is_not_taken_along() -> None:
+    desk, peer = Desk(together=40), Peer("p")
+    desk.read("a", peer, 1, lists="lists")
+    flag = desk.read("b", peer, 1, lists="lists")
+    desk.read("c", peer, 1, lists="lists")
+    flag.cancel("enough")
+    desk.steps()
+    assert [piece.nbytes for piece in desk.transport.pieces] == [20]
+    desk.finish_all()
+    assert isinstance(desk.outcomes["b"], ReadCancelled)
+    assert desk.landed == {"a": 10, "b": 0, "c": 10}
+
+
+@pytest.mark.parametrize("posted", [False, True])
+def test_those_posted_together_fail_together(posted: bool) -> None:
+    desk, peer = Desk(together=40), Peer("p")
+    error = PeerGoneError("p is gone")
+    for name in ("a", "b"):
+        desk.read(name, peer, 2, lists="lists")
+    if posted:
+        desk.queue.step()
+        desk.transport.broken[0] = error
+    else:
+        desk.transport.refuse = error
+    desk.finish_all()
+    assert desk.outcomes == {"a": error, "b": error}
+    assert peer.gone
+    assert peer.inflight == 0
+    assert not desk.queue.reads
+    assert not desk.transport.inflight
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30), st.sampled_from("xy")), max_size=12),
+    st.integers(0, 60),
+    st.integers(10, 100),
+    st.randoms(use_true_random=False),
+)
+def test_every_byte_is_posted_once_whatever_is_together(
+    reads: list[tuple[int, int, str]], together: int, window: int, rng: random.Random
+) -> None:
+    desk, peer = Desk(window=window, together=together), Peer("p")
+    for i, (pieces, size, lists) in enumerate(reads):
+        desk.read(str(i), peer, pieces, size, lists=lists)
+    while len(desk.outcomes) < len(reads):
+        desk.steps()
+        assert peer.inflight < window + max(together, 30)
+        if desk.transport.inflight:
+            desk.transport.finished.add(rng.choice(list(desk.transport.inflight)))
+    posted = np.concatenate([NO_INDEX, *(piece.local_index for piece in desk.transport.pieces)])
+    for i, (pieces, size, _) in enumerate(reads):
+        assert np.count_nonzero(posted == i + 1) == desk.landed[str(i)] == pieces * size
+        assert desk.outcomes[str(i)] == ReadStats(
+            nbytes=pieces * size, descriptors=pieces, wait=0.5
+        )
+    assert peer.inflight == 0
+    assert not desk.transport.inflight
 
 
 def test_a_piece_larger_than_the_window_goes_alone() -> None:

@@ -46,6 +46,7 @@ def test_a_failed_fetch_is_one_line(engines: Engines, caplog: pytest.LogCaptureF
     producer.client.cancel("a request")
     with caplog.at_level(logging.INFO, "kvagent.fetch"):
         failed(consumer, "a request", ticket)
+        wait_for(lambda: [one for one in caplog.records if hasattr(one, "event")], "no line")
     (line,) = [each for each in caplog.records if hasattr(each, "event")]
     assert line.levelno == logging.WARNING
     assert line.event == "fetch failed"

@@ -111,7 +111,7 @@ def test_a_metric_that_raises_fails_no_transfer(engines: Engines) -> None:
     ticket = offer(producer, "r")
     producer.client.cancel("r")
     assert failed(consumer, "r", ticket).startswith("cancelled")
-    assert watch.errors == 3
+    wait_for(lambda: watch.errors == 3, f"{watch.errors} errors")
     assert scrape(consumer)["kvagent_telemetry_errors_total",] == 3
     assert len(status(consumer)["failures"]) == 1, "the other listeners were told"
 

@@ -100,6 +100,8 @@ def test_live(tmp_path: Path) -> None:
         producer.client.cancel("cancelled")
         consumer.client.fetch("cancelled", ticket, list(few))
         assert str(consumer.received("cancelled")).startswith("cancelled")
+        consumer.client.fetch("too big", offer(producer, "too big", few), list(few)[1:])
+        assert str(consumer.received("too big")).startswith("block_range")
         landing = Landing(consumer, many)
         consumer.client.fetch("under way", offer(producer, "under way", many), list(many))
         landing.until(0.05)
@@ -124,7 +126,10 @@ def test_live(tmp_path: Path) -> None:
         "reading",
         "cancelled",
         "the producer cancelled the request",
-        "while reading",
+        "while validating",
+        "too big",
+        "16 local blocks of 16 tokens are needed, 15 are given",
+        "while reading, rank 0",
         "tcp",
         first_line(shown),
     ):

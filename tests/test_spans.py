@@ -13,7 +13,7 @@ import pytest
 from kvagent.visible.trace import checked, current_traceparent
 from tests.harness import Engine
 from tests.loopback import LONG
-from tests.test_agent_loopback import LOCAL, failed, offer
+from tests.test_agent_loopback import LOCAL, failed, offer, wait_for
 from tests.test_agent_loopback import engines as engines
 from tests.test_agent_loopback import stage as stage
 
@@ -34,13 +34,21 @@ def provider() -> Any:
 
 @pytest.fixture
 def spans(provider: Any) -> Iterator[Callable[[], dict[str, Any]]]:
-    """What has ended, by name."""
+    """What has ended, by name, once a fetch has. (Its report comes first.)"""
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     exporter = InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    yield lambda: {span.name: span for span in exporter.get_finished_spans()}
+
+    def ended() -> dict[str, Any]:
+        return {span.name: span for span in exporter.get_finished_spans()}
+
+    def found() -> dict[str, Any]:
+        wait_for(lambda: "kvagent.fetch" in ended(), "no span of the fetch")
+        return ended()
+
+    yield found
     exporter.shutdown()
 
 

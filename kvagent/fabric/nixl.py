@@ -259,28 +259,29 @@ class NixlFabric:
         return NixlWorker(self._name, self._piece_bytes, self._inflight_bytes)
 
     def _serve(self, worker: NixlWorker) -> None:
-        changed_at = time.monotonic()
+        changed, changed_at = True, time.monotonic()
         while True:
-            try:
-                quiet = time.monotonic() - changed_at
-                command = self._next_command(worker.active, quiet, bool(worker.trouble))
-            except queue.Empty:
-                pass
-            else:
-                self._obey(worker, command)
-                changed_at = time.monotonic()
-            if worker.step():
+            if not changed:
+                self._wait(worker, time.monotonic() - changed_at)
+            changed = not self._commands.empty()
+            while not self._commands.empty():  # reads that came together are posted together
+                self._obey(worker, self._commands.get_nowait())
+            changed |= worker.step()
+            if changed:
                 changed_at = time.monotonic()
             self.trouble = worker.trouble
 
-    def _next_command(self, active: bool, quiet: float, troubled: bool) -> _Command:
-        """Waits as long as there is nothing else to do; `quiet` seconds nothing has happened."""
-        if not active:
-            return self._commands.get(timeout=MAX_WAIT if troubled else None)
-        if quiet < TIGHT_SECONDS:
+    def _wait(self, worker: NixlWorker, quiet: float) -> None:
+        """For a command, as long as there is nothing else to do; `quiet` seconds nothing has
+        happened."""
+        if worker.active and quiet < TIGHT_SECONDS:
             time.sleep(0)  # the event loop may need the interpreter
-            return self._commands.get_nowait()
-        return self._commands.get(timeout=NAP)
+            return
+        wait = NAP if worker.active else MAX_WAIT if worker.trouble else None
+        try:
+            self._obey(worker, self._commands.get(timeout=wait))
+        except queue.Empty:
+            pass
 
     def _obey(self, worker: NixlWorker, command: _Command) -> None:
         try:

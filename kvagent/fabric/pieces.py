@@ -5,7 +5,7 @@ Pieces bound how long a cancelled read goes on, and let reads take turns. Pure; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvagent.errors import BlockRangeError, GeometryError
 from kvagent.fabric.base import IndexArray, RowArray, Selection
 
-__all__ = ["NO_EXTRA", "Piece", "Rows", "split"]
+__all__ = ["NO_EXTRA", "Piece", "Rows", "joined", "split"]
 
 
 class Rows:
@@ -72,6 +72,16 @@ class Piece(NamedTuple):
 
 _NO_INDEX = np.empty(0, np.int32)
 NO_EXTRA = np.empty((0, 3), np.uint64)
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """One of several that are given by index arrays of the same lists."""
+    return Piece(
+        sum(piece.nbytes for piece in pieces),
+        np.concatenate([piece.local_index for piece in pieces]),
+        np.concatenate([piece.remote_index for piece in pieces]),
+        NO_EXTRA,
+    )
 
 
 def split(local: Rows, remote: Rows, selection: Selection, piece_bytes: int) -> list[Piece]:

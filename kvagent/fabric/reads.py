@@ -1,6 +1,8 @@
 """The reads in flight: who posts next, what is finished, what failed. No thread, and no NIXL.
 
-Reads take turns, a piece each, under a bound of bytes in flight per peer. A read is resolved when
+Reads take turns, a piece each, under a bound of bytes in flight per peer. Small pieces of several
+reads that use the same lists are posted together: a post costs as much as some tens of KiB, and a
+wait for the interpreter besides. A read is resolved when
 every piece that it posted is terminal. Its first failure stops its posting, and is what it ends
 with, after the rest of it has ended.
 
@@ -13,14 +15,14 @@ not tell either.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from kvagent.core.stats import ReadStats
 from kvagent.errors import FabricError, PeerGoneError
 from kvagent.fabric.base import CancelFlag, ReadCancelled, ignore
-from kvagent.fabric.pieces import Piece
+from kvagent.fabric.pieces import Piece, joined
 from kvagent.fabric.witness import Watched, Witness
 
 __all__ = ["Peer", "Poster", "Read", "ReadQueue", "UncertainError"]
@@ -64,8 +66,8 @@ class Read(Generic[L]):
     resolve: Callable[[ReadStats | FabricError], None]
     landed: Callable[[int], None] = ignore
     """Told of the bytes of every piece that has arrived."""
-    inflight: list[tuple[int, int]] = field(default_factory=list)
-    """(handle, bytes) of the pieces posted and not terminal."""
+    inflight: int = 0
+    """Pieces posted and not terminal."""
     error: FabricError | None = None
     first_post: float = 0.0
     post_seconds: float = 0.0
@@ -75,8 +77,18 @@ class Read(Generic[L]):
         self.pieces.clear()
 
 
+@dataclass(eq=False, slots=True)
+class Posted(Generic[L]):
+    """What was handed to the transport at once, and whose pieces that are."""
+
+    handle: int
+    peer: Peer
+    shares: list[tuple[Read[L], Piece]]
+
+
 class ReadQueue(Generic[L]):
-    """All unresolved reads of one agent. `window` is in bytes, `clock` in seconds."""
+    """All unresolved reads of one agent. `window` is in bytes, `clock` in seconds; pieces are put
+    together up to `together` bytes."""
 
     def __init__(
         self,
@@ -84,12 +96,15 @@ class ReadQueue(Generic[L]):
         window: int,
         clock: Callable[[], float],
         witness: Witness | None = None,
+        together: int = 0,
     ) -> None:
         self.reads: deque[Read[L]] = deque()
         self.uncertain: UncertainError | None = None
         """Set when only `abort` can make sure that nothing is in flight."""
+        self._posted: list[Posted[L]] = []
         self._poster = poster
         self._window = window
+        self._together = together
         self._clock = clock
         self._witness = witness or Witness(dict)
 
@@ -108,7 +123,7 @@ class ReadQueue(Generic[L]):
 
     def abort(self, error: FabricError) -> None:
         """Resolves every read. Only when the agent is destroyed: nothing is in flight any more."""
-        reads, self.reads = self.reads, deque()
+        reads, self.reads, self._posted = self.reads, deque(), []
         for read in reads:
             self._witness.end(id(read), 0, 0.0)
             read.resolve(read.error or error)
@@ -116,11 +131,11 @@ class ReadQueue(Generic[L]):
     def step(self) -> bool:
         """Posts one piece if one may be, and checks all. True when anything has changed."""
         changed = self._post_next()
-        for read in [read for read in self.reads if read.inflight or not read.pieces]:
-            changed |= self._check(read)
-            if not read.inflight and not read.pieces:
-                self._finish(read)
-                changed = True
+        for posted in list(self._posted):
+            changed |= self._check(posted)
+        for read in [read for read in self.reads if not read.inflight and not read.pieces]:
+            self._finish(read)
+            changed = True
         return changed
 
     def _post_next(self) -> bool:
@@ -139,38 +154,63 @@ class ReadQueue(Generic[L]):
         if not read.pieces or read.peer.inflight >= self._window:
             return False
         lists, piece = read.pieces.popleft()
+        shares = [(read, piece), *self._company(read, lists, piece)]
+        if len(shares) > 1:
+            piece = joined([piece for _, piece in shares])
         begin = self._clock()
-        read.first_post = read.first_post or begin
+        for each, _ in shares:
+            each.first_post = each.first_post or begin
         try:
             handle = self._poster.post(lists, piece)
         except FabricError as error:
-            self._failed(read, error)
+            self._failed(shares, error)
         else:
-            read.inflight.append((handle, piece.nbytes))
+            for each, _ in shares:
+                each.inflight += 1
             read.peer.inflight += piece.nbytes
-        read.post_seconds += self._clock() - begin
+            self._posted.append(Posted(handle, read.peer, shares))
+        spent = self._clock() - begin
+        for each, share in shares:
+            each.post_seconds += spent * share.nbytes / piece.nbytes
         return True
 
-    def _check(self, read: Read[L]) -> bool:
-        changed = False
-        for handle, nbytes in list(read.inflight):
-            try:
-                if not self._poster.done(handle, read.peer.name):
-                    continue
-            except FabricError as error:
-                self._failed(read, error)
-            else:
-                read.landed(nbytes)
-            self._poster.free(handle)
-            read.inflight.remove((handle, nbytes))
-            read.peer.inflight -= nbytes
-            changed = True
-        return changed
+    def _company(self, read: Read[L], lists: L, piece: Piece) -> list[tuple[Read[L], Piece]]:
+        """Other reads' next pieces that can be posted with this one."""
+        found: list[tuple[Read[L], Piece]] = []
+        room = self._together - piece.nbytes
+        if room <= 0 or len(piece.extra):
+            return found
+        for other in self.reads:
+            if other is read or not other.pieces or other.pieces[0][0] is not lists:
+                continue
+            nbytes, extra = other.pieces[0][1].nbytes, other.pieces[0][1].extra
+            if nbytes > room or len(extra) or other.cancelled.cancelled:
+                continue
+            found.append((other, other.pieces.popleft()[1]))
+            room -= nbytes
+        return found
 
-    def _failed(self, read: Read[L], error: FabricError) -> None:
-        read.fail(error)
-        if isinstance(error, PeerGoneError):
-            read.peer.gone = True
+    def _check(self, posted: Posted[L]) -> bool:
+        try:
+            if not self._poster.done(posted.handle, posted.peer.name):
+                return False
+        except FabricError as error:
+            self._failed(posted.shares, error)
+        else:
+            for read, piece in posted.shares:
+                read.landed(piece.nbytes)
+        self._poster.free(posted.handle)
+        self._posted.remove(posted)
+        for read, piece in posted.shares:
+            read.inflight -= 1
+            posted.peer.inflight -= piece.nbytes
+        return True
+
+    def _failed(self, shares: Sequence[tuple[Read[L], Piece]], error: FabricError) -> None:
+        for read, _ in shares:
+            read.fail(error)
+            if isinstance(error, PeerGoneError):
+                read.peer.gone = True
         if isinstance(error, UncertainError):
             self.uncertain = error
 

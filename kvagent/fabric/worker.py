@@ -127,7 +127,7 @@ class NixlWorker:
         agent = self._new_agent("fetch", segments)
         agent.register(self._ranges)
         queue: ReadQueue[PreparedLists] = ReadQueue(
-            agent, self._inflight_bytes, time.monotonic, self._witness
+            agent, self._inflight_bytes, time.monotonic, self._witness, self._piece_bytes
         )
         self._lanes[segments] = lane = Lane(agent, queue)
         return lane
@@ -273,9 +273,13 @@ class NixlWorker:
         if known is None or known is not remote:
             done()
             return
-        known.lane.queue.stop(known.peer, FabricError(f"{known.name} was disconnected"))
         known.forgotten.append(done)
-        self._leaving.add(known)
+        if known.lane.queue.busy(known.peer):
+            known.lane.queue.stop(known.peer, FabricError(f"{known.name} was disconnected"))
+            self._leaving.add(known)
+        else:
+            self._leaving.discard(known)
+            self._drop(known)
 
     def _unprepare_retired(self, remote: NixlRemote) -> None:
         for lists in remote.retired:
