@@ -89,7 +89,8 @@ def test_the_same_seed_is_the_same_simulation() -> None:
 
 
 def test_more_engines_cost_a_request_no_more() -> None:
-    rows = [Simulation(size, REQUESTS).run().summary() for size in (4, 40)]
+    rows = [Simulation(40, REQUESTS, circle=size).run().summary() for size in (4, 40)]
+    assert rows[0]["contacts"] <= 40  # two by two
     assert rows[1]["contacts"] > rows[0]["contacts"]
     assert rows[1]["messages"] == pytest.approx(rows[0]["messages"], rel=0.02)
     assert rows[1]["bytes"] == pytest.approx(rows[0]["bytes"], rel=0.02)
@@ -117,5 +118,6 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit):
         main(engines=[4, 2], requests=20, as_json=True)
     found = json.loads(capsys.readouterr().out)
-    assert [row["engines"] for row in found["sizes"]] == [2, 4]
+    assert [row["circle"] for row in found["sizes"]] == [2, 4]
+    assert [row["engines"] for row in found["sizes"]] == [4, 4]
     assert found["growth"].keys() == {"messages", "bytes", "cpu", "ok"}

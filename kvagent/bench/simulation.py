@@ -82,15 +82,18 @@ class Simulation(Clockwork):
         engines: int,
         requests: int,
         *,
+        circle: int = 0,
         seed: int = 0,
         tick: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`tick` is told now and then how many requests have ended."""
+        """Engines talk within circles of so many, 0: with all. `tick` is told now and then how many
+        requests have ended."""
         super().__init__(Outcome(engines, requests), seed)
         self._seed = seed
         self._tick = tick
         self._producers = [Producer(f"prefill-{i}") for i in range(max(1, engines // 2))]
         self._consumers = [Consumer(f"decode-{i}") for i in range(max(1, engines - engines // 2))]
+        self._half = max(1, (circle or engines) // 2)
         self._contact = Contact()
         self._ended = 0
         self._lost: set[str] = set()
@@ -111,10 +114,10 @@ class Simulation(Clockwork):
         self._start(number)
 
     def _start(self, number: int) -> None:
-        producer, consumer = (
-            self.random.choice(self._producers),
-            self.random.choice(self._consumers),
-        )
+        there = self.random.randrange(len(self._consumers))
+        here = there // self._half * self._half + self.random.randrange(self._half)
+        consumer = self._consumers[there]
+        producer = self._producers[min(here, len(self._producers) - 1)]
         if min(len(producer.free), len(consumer.free)) < REQUEST_BLOCKS:
             self.at(0.1, partial(self._start, number))  # it waits for room, as in a scheduler
             return

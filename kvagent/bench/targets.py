@@ -15,7 +15,7 @@ from kvagent.bench.measure import Bench, LocalFar, Result, Tick
 from kvagent.bench.mooncake import install
 from kvagent.bench.prepared import measure_preparing
 from kvagent.bench.shapes import SHAPES, Fragmentation, Workload
-from kvagent.bench.simulate import simulate
+from kvagent.bench.simulate import CPU_MAY_GROW, simulate
 from kvagent.bench.world import Transport, World, why_no_netns
 from kvagent.errors import KVAgentError
 
@@ -209,8 +209,9 @@ def _simulated(scale: Scale) -> Point:
     growth, (first, last) = found["growth"], (found["sizes"][0], found["sizes"][-1])
     return Point(
         8,
-        f"a request's messages, bytes and CPU, {last['engines']:,} engines / {first['engines']}",
+        f"a request's messages, bytes and CPU, {last['circle']:,} engines that talk / "
+        f"{first['circle']}",
         f"{growth['messages']:.2f}, {growth['bytes']:.2f}, {growth['cpu']:.2f}",
-        "no growth (CPU: <= 1.5)",
+        f"no growth (CPU: <= {CPU_MAY_GROW})",
         growth["ok"],
     )
