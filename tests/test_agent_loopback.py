@@ -453,7 +453,7 @@ def test_cancel_while_reading_waits_for_what_is_in_flight(engines: Engines, side
     at_rest(producer, consumer)
 
 
-@pytest.mark.parametrize("at", [Hello, Meet, Claim], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("at", STAGES, ids=lambda kind: kind.__name__)
 def test_drop_peer(engines: Engines, at: type) -> None:
     producer, other, consumer = engines("prefill"), engines("other"), engines("decode", 2)
     with reaching(producer, at) as reached:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvagent.agent.borrower import Ids
 from kvagent.agent.local_server import Connection
 from kvagent.agent.peers import Turns
 from kvagent.agent.rank import PartRun
@@ -20,6 +21,13 @@ from kvagent.wire import local
 from kvagent.wire.messages import Attach, Drain, Failed, Local, Resume
 
 LONG = 30.0
+
+
+def test_ids_are_not_those_of_another_sidecar() -> None:
+    """Also not after a fork, which copies what modules have."""
+    one, two = Ids(), Ids()
+    found = [ids.new() for ids in (one, two) for _ in range(100)]
+    assert len(set(found)) == 200
 
 
 def test_turns_come_in_order_and_none_is_lost() -> None:

@@ -71,14 +71,21 @@ _DOING = {
 }
 
 
-_SECRET = secrets.token_bytes(32)
-_numbers = itertools.count()
+_DROPPED = {FetchState.CONNECTING: Event.CONNECT_FAILED, FetchState.VALIDATING: Event.CANCEL}
+"""What a peer's end is in states in which no rank can fail."""
 
 
-def _new_id() -> str:
-    """That nobody can guess, others of them known or not."""
-    number = next(_numbers).to_bytes(8, "little")
-    return hashlib.blake2b(number, key=_SECRET, digest_size=16).hexdigest()
+class Ids:
+    """Ids that nobody can guess, others of them known or not, and no other sidecar has: also not
+    one in a process that was forked from the same one."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._numbers = itertools.count()
+
+    def new(self) -> str:
+        number = next(self._numbers).to_bytes(8, "little")
+        return hashlib.blake2b(number, key=self._secret, digest_size=16).hexdigest()
 
 
 @dataclass(slots=True)
@@ -94,8 +101,8 @@ class Running:
 
     message: Fetch
     record: FetchRecord
+    part_id: str
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    part_id: str = field(default_factory=_new_id)
     session: Session | None = None
     lease_seconds: float = 0.0
     """The producer's, from its answer to the claim."""
@@ -151,6 +158,7 @@ class Borrower:
         self.outbox = outbox
         self.watch = watch
         self.bytes_received = 0
+        self._ids = Ids()
         self._aggregator: KVOutputAggregator | None = None
         self._world_size = 0
         self._running: dict[str, Running] = {}
@@ -183,7 +191,7 @@ class Borrower:
         if not self.fetches.add(record):
             self._refuse_second(message)
             return
-        running = Running(message, record, local_blocks=message.local_blocks)
+        running = Running(message, record, self._ids.new(), local_blocks=message.local_blocks)
         self._running[record.fetch_id] = running
         self._parts[running.part_id] = running
         if draining:
@@ -222,7 +230,7 @@ class Borrower:
     def _id_for(self, transfer_id: str) -> str:
         """A held ticket is claimed under the id of the first fetch of it, and of no other."""
         held = self.holder.id_of(transfer_id)
-        return held if held and held not in self._running else _new_id()
+        return held if held and held not in self._running else self._ids.new()
 
     def _take_held(self, record: FetchRecord) -> None:
         if self.holder.id_of(record.transfer_id) == record.fetch_id:
@@ -261,11 +269,7 @@ class Borrower:
         """An engine is gone, says the router: what waits for it fails now."""
         for running in list(self._running.values()):
             if running.record.peer == engine_id:
-                event = (
-                    Event.CONNECT_FAILED
-                    if running.record.state is FetchState.CONNECTING
-                    else Event.RANK_FAILED
-                )
+                event = _DROPPED.get(running.record.state, Event.RANK_FAILED)
                 self._feed(running, event, f"peer_dropped: engine {engine_id} is gone")
                 # What hangs is fenced off soon: nothing will come of waiting until the deadline.
                 running.record.deadline = min(running.record.deadline, self._now())

@@ -180,7 +180,6 @@ class PeerServer:
         if magic != MAGIC:
             raise ProtocolError("not a kvagent message")
         if version != PROTOCOL:
-            self._patience.refused(identity, time.monotonic())
             text = f"peer protocol {version} here meets {PROTOCOL}; run the same kvagent on both"
             self._reply(self._socket, identity, call, Refused(code="protocol", message=text))
             return
@@ -299,8 +298,8 @@ class PeerClient:
             answer.set_exception(PeerGoneError(f"the connection to {self} was closed"))
             return answer
         call = next(self._calls)
-        self._open[call] = answer
         frames = [HEAD.pack(MAGIC, PROTOCOL, call), peer_codec.encode(message)]
+        self._open[call] = answer
         question = _Question(message, frames, answer, loop.time() + timeout, timeout, again)
         insisting: asyncio.Task[None] | None = None
 
