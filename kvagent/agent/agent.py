@@ -262,7 +262,7 @@ class Agent:
             case Join() | Allocate() | Register():
                 return self._on_worker(connection, message)
             case Attach():
-                self._attach(connection)
+                return self._attach(connection)
             case _ if connection is not self._scheduler:  # the rest is a scheduler's
                 raise ProtocolError(f"{type(message).__name__} before Attach")
             case Offer():
@@ -296,7 +296,8 @@ class Agent:
         event = self.handover.take(message.event) if message.event else None
         self.leader.offer(message, event)
 
-    def _attach(self, connection: Connection) -> None:
+    async def _attach(self, connection: Connection) -> None:
+        await asyncio.sleep(0)  # the one before it may be ending just now
         if self._scheduler is not None:
             raise AgentError("a scheduler is attached already; an engine has one")
         connection.role = "scheduler"

@@ -61,6 +61,7 @@ CROWD = 32
 """Fetches under way, from which on the one need not hurry."""
 CLAIM_AFTER = 1.0
 """Seconds of reading, or a tenth of the producer's lease, after which a fetch is claimed."""
+MAX_QUIESCED = 4096
 MAX_HEARD = 1024
 """Addresses of which is remembered when they last answered."""
 _DOING = {
@@ -167,6 +168,8 @@ class Borrower:
         self._open = asyncio.Event()
         """Closed while the engine is quiesced: new fetches wait."""
         self._open.set()
+        self._quiesced: OrderedDict[str, str] = OrderedDict()
+        """Fetches of tickets that are still good, by transfer: they are claimed first next time."""
         self._heard: OrderedDict[str, float] = OrderedDict()
         """When each producer's leader last answered, by its address."""
         self._deals = Deals(rank.control, rank.peers, config.call_timeout)
@@ -186,7 +189,7 @@ class Borrower:
             peer=message.engine_id,
             started=now,
             deadline=now + self.config.fetch_timeout,
-            deferred=message.deferred,
+            deferred=message.deferred or message.transfer_id in self._quiesced,
         )
         if not self.fetches.add(record):
             self._refuse_second(message)
@@ -228,8 +231,9 @@ class Borrower:
             self._feed(self._running[record.fetch_id], Event.CANCEL, "cancelled: by the engine")
 
     def _id_for(self, transfer_id: str) -> str:
-        """A held ticket is claimed under the id of the first fetch of it, and of no other."""
-        held = self.holder.id_of(transfer_id)
+        """A held ticket is claimed under the id of the first fetch of it, and of no other; but one
+        that is still good after `quiesced` goes on under its id."""
+        held = self.holder.id_of(transfer_id) or self._quiesced.get(transfer_id, "")
         return held if held and held not in self._running else self._ids.new()
 
     def _take_held(self, record: FetchRecord) -> None:
@@ -489,6 +493,7 @@ class Borrower:
             fetch_id=record.fetch_id,
             engine_id=self.rank.require_identity().info.engine_id,
             digest=self._digest(running),
+            begun=record.state is not FetchState.CLAIMING,
         )
         cause, lease = await self._deals.ask(running.session, claim, running.message.epoch)
         if not cause.startswith("peer_gone:"):
@@ -607,6 +612,7 @@ class Borrower:
         del self._parts[running.part_id]
         self.fetches.remove(record)
         self._take_held(record)
+        self._remember_quiesced(record)
         if self._aggregator is not None:
             self._aggregator.forget(running.part_id)
         current = asyncio.current_task()
@@ -639,6 +645,15 @@ class Borrower:
         # After the report, which somebody waits for.
         end = self._end_of(running, stats, now)
         asyncio.get_running_loop().call_soon(self.watch.fetch_ended, end)
+
+    def _remember_quiesced(self, record: FetchRecord) -> None:
+        """A ticket that is still good: what is read of it before its claim is granted may be of the
+        time in which the producer was quiesced."""
+        self._quiesced.pop(record.transfer_id, None)
+        if record.cause.startswith("quiesced:"):
+            self._quiesced[record.transfer_id] = record.fetch_id
+            if len(self._quiesced) > MAX_QUIESCED:
+                self._quiesced.popitem(last=False)
 
     def _end_of(self, running: Running, stats: FetchStats | None, now: float) -> FetchEnd:
         record, message = running.record, running.message

@@ -140,7 +140,7 @@ class Deals:
         if not isinstance(answer, Renewed) or len(answer.verdicts) != len(leases):
             return []
         return [
-            "" if verdict == LeaseVerdict.HELD.value else f"{verdict}: the producer's lease ended"
+            "" if verdict == LeaseVerdict.HELD.value else _named(verdict)
             for verdict in answer.verdicts
         ]
 
@@ -180,7 +180,15 @@ def _cause(session: Session, verdict: str, epoch: str, of_ticket: str) -> str:
         return f"peer_restarted: engine {session.engine_id} started afresh since the ticket"
     if verdict == LeaseVerdict.HELD.value:
         return ""
-    return f"{verdict}: {_MEANING.get(verdict, 'the producer said no')}"
+    return _named(verdict)
+
+
+def _named(verdict: str) -> str:
+    """The cause that a refusal is. What a peer may say becomes a name in logs and metrics, so there
+    are no others."""
+    if verdict not in _MEANING:
+        return f"protocol: the producer answered {verdict[:32]!r}"
+    return f"{verdict}: {_MEANING[verdict]}"
 
 
 _MEANING = {

@@ -122,6 +122,7 @@ class Holder:
             engine_id=me.info.engine_id,
             digest=ticket_digest(message.remote_blocks, message.num_tokens, message.deferred),
             reading=False,
+            begun=False,
         )
         session.hold()
         held.session = session

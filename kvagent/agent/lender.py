@@ -131,6 +131,7 @@ class Lender:
             message.digest,
             message.engine_id,
             message.reading,
+            message.begun,
         )
         if verdict is None:
             future = self._parked.get(message.fetch_id)

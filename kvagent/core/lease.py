@@ -105,6 +105,9 @@ class Lease:
     deferred: bool = False
     reading: bool = False
     """False also while a consumer only holds it."""
+    quieted: bool = False
+    """The engine was quiesced while nobody was known to read it: what was read may be of that time,
+    in which its bytes were the engine's to change."""
     holding: Holding | None = None
 
     @property
@@ -120,6 +123,7 @@ class ParkedClaim:
     consumer: str
     until: float
     reading: bool
+    begun: bool
 
 
 class LeaseTable:
@@ -140,8 +144,7 @@ class LeaseTable:
         self.tombstone_seconds = tombstone_seconds
         self.max_parked = max_parked
         self.max_tombstones = max_tombstones
-        self.quiesced = False
-        """While it is, nothing is claimed that was not."""
+        self._quiesced = False
         self._ledger = ledger or Ledger()
         self._live: dict[str, Lease] = {}
         self._tombstones: OrderedDict[str, tuple[Lease, float]] = OrderedDict()
@@ -156,6 +159,19 @@ class LeaseTable:
     def __len__(self) -> int:
         """Leases that are live."""
         return len(self._live)
+
+    @property
+    def quiesced(self) -> bool:
+        """While it is, nothing is claimed that was not; and afterwards nothing is good that may
+        have been read meanwhile."""
+        return self._quiesced
+
+    @quiesced.setter
+    def quiesced(self, on: bool) -> None:
+        if self._quiesced and not on:
+            for lease in self._live.values():
+                lease.quieted |= not lease.reading
+        self._quiesced = on
 
     # ------------------------------------------------------------ the engine's side
 
@@ -208,6 +224,7 @@ class LeaseTable:
             parked.digest,
             parked.consumer,
             parked.reading,
+            parked.begun,
         )
         assert verdict is not None  # the offer is there: nothing to park
         return parked.fetch_id, verdict
@@ -251,8 +268,10 @@ class LeaseTable:
         digest: bytes,
         consumer: str = "",
         reading: bool = True,
+        begun: bool = True,
     ) -> Verdict | None:
-        """Binds the lease to `fetch_id` of engine `consumer`, which is `reading` or will.
+        """Binds the lease to `fetch_id` of engine `consumer`, which is `reading` or only holds it.
+        `begun`: it may have read something already.
 
         None: parked, the answer comes from `answer_parked` or `sweep`.
         """
@@ -261,7 +280,7 @@ class LeaseTable:
             if transfer_id not in self._parked and len(self._parked) < self.max_parked:
                 until = now + self.park_seconds
                 self._parked[transfer_id] = ParkedClaim(
-                    token, fetch_id, digest, consumer, until, reading
+                    token, fetch_id, digest, consumer, until, reading, begun
                 )
             parked = self._parked.get(transfer_id)
             same = parked is not None and parked.fetch_id == fetch_id
@@ -274,7 +293,7 @@ class LeaseTable:
             return Verdict.USED
         if lease.digest != digest:
             return Verdict.MISMATCH
-        if self.quiesced and reading and not lease.reading:
+        if reading and not lease.reading and (self._quiesced or (lease.quieted and begun)):
             return Verdict.QUIESCED
         lease.holder, lease.consumer = fetch_id, consumer
         lease.reading = lease.reading or reading
@@ -319,7 +338,9 @@ class LeaseTable:
                 return verdict
         if lease.holder != fetch_id:
             return Verdict.USED if lease.holder else _ENDED.get(lease.state, Verdict.UNKNOWN)
-        if lease.live and self.quiesced and not lease.reading:
+        if lease.live and lease.digest != digest:
+            return Verdict.MISMATCH
+        if lease.live and (self._quiesced or lease.quieted) and not lease.reading:
             return Verdict.QUIESCED
         if lease.live:
             self._end(now, lease, LeaseState.COMPLETED)

@@ -178,7 +178,7 @@ class Track:
                 )
             stop = -(-stop // size) * size
         first, last = low // size, -(-stop // size) if low < stop else low // size
-        if self._plain and low == first * size and stop == last * size:
+        if self._plain and first < last and low == first * size and stop == last * size:
             return self._blocks(local_tables, remote_tables, first, last)
         numbers = np.arange(first, last)
         if not same:

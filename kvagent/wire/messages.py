@@ -402,6 +402,8 @@ class Claim(Message, frozen=True, tag="claim"):
     digest: Secret
     reading: bool = True
     """False: the lease is only to be held, for a fetch that is to come."""
+    begun: bool = True
+    """Something may have been read before this was answered."""
 
 
 MAX_RENEWALS = 4096
@@ -420,14 +422,14 @@ class Renew(Message, frozen=True, tag="renew"):
 
 
 class Renewed(Message, frozen=True, tag="renewed"):
-    verdicts: tuple[str, ...]
+    verdicts: Annotated[tuple[Id, ...], msgspec.Meta(max_length=MAX_RENEWALS)]
 
 
 class Completion(msgspec.Struct, frozen=True, array_like=True):
     """ "All my ranks have finished reading this": the fence. Held means valid.
 
-    Who claimed it says so by `fetch_id` alone. A short fetch never claims: then it is claimed and
-    completed at once, and `digest` and `engine_id` are as in `Claim`.
+    A short fetch never claims: then it is claimed and completed at once. `digest` and the message's
+    `engine_id` are as in `Claim`.
     """
 
     transfer_id: Id
@@ -436,7 +438,7 @@ class Completion(msgspec.Struct, frozen=True, array_like=True):
     digest: Secret
 
 
-MAX_COMPLETIONS = 1024
+MAX_COMPLETIONS = 512
 
 
 class Complete(Message, frozen=True, tag="complete"):
@@ -450,7 +452,7 @@ class Completed(Message, frozen=True, tag="completed"):
     """The verdicts on its leases, in their order."""
 
     epoch: Id
-    verdicts: tuple[str, ...]
+    verdicts: Annotated[tuple[Id, ...], msgspec.Meta(max_length=MAX_COMPLETIONS)]
 
 
 class Release(Message, frozen=True, tag="release"):

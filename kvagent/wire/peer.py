@@ -298,7 +298,11 @@ class PeerClient:
             answer.set_exception(PeerGoneError(f"the connection to {self} was closed"))
             return answer
         call = next(self._calls)
-        frames = [HEAD.pack(MAGIC, PROTOCOL, call), peer_codec.encode(message)]
+        try:
+            frames = [HEAD.pack(MAGIC, PROTOCOL, call), peer_codec.encode(message)]
+        except ProtocolError as error:  # more than a message may hold
+            answer.set_exception(error)
+            return answer
         self._open[call] = answer
         question = _Question(message, frames, answer, loop.time() + timeout, timeout, again)
         insisting: asyncio.Task[None] | None = None

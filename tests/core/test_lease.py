@@ -244,7 +244,10 @@ def test_quiesced_it_starts_nothing_and_ends_what_runs(table: LeaseTable) -> Non
     assert table.renew(3, "a", "f") is Verdict.HELD
     assert complete(table, 4, "f", "a") is Verdict.HELD
     table.quiesced = False
-    assert claim(table, 5, "g", "b") is Verdict.HELD
+    assert claim(table, 5, "g", "b") is Verdict.QUIESCED, "it may have read meanwhile"
+    assert table.claim(5, "b", TOKEN, "g", DIGEST, begun=False) is Verdict.HELD
+    assert claim(table, 6, "g", "b") is Verdict.HELD, "asked again, when it reads"
+    assert complete(table, 7, "g", "b") is Verdict.HELD
 
 
 def test_a_short_fetch_only_completes(table: LeaseTable, ledger: Ledger) -> None:
@@ -267,7 +270,35 @@ def test_a_short_fetch_is_refused_as_its_claim_would_be(table: LeaseTable) -> No
     assert complete(table, 1) is Verdict.QUIESCED
     table.quiesced = False
     assert table.counts()["offered"] == 1, "nothing has changed"
-    assert complete(table, 9.9) is Verdict.HELD, "nor is it another's"
+    assert complete(table, 2) is Verdict.QUIESCED, "what was read may be of that time"
+    assert complete(table, 2, "another") is Verdict.QUIESCED
+    assert table.claim(3, "t", TOKEN, "f", DIGEST, begun=False) is Verdict.HELD
+    assert complete(table, 9.9) is Verdict.HELD
+
+
+def test_who_was_known_to_read_was_waited_for(table: LeaseTable) -> None:
+    offer(table)
+    assert claim(table, 1) is Verdict.HELD
+    table.quiesced = True
+    table.quiesced = False
+    assert complete(table, 2) is Verdict.HELD
+
+
+def test_what_is_offered_after_it_was_quiesced_is_as_ever(table: LeaseTable) -> None:
+    table.quiesced = True
+    offer(table, 0, "a", "ra")
+    table.quiesced = False
+    offer(table, 0, "b", "rb")
+    assert complete(table, 1, "f", "a") is Verdict.QUIESCED
+    assert complete(table, 1, "g", "b") is Verdict.HELD
+
+
+def test_a_held_ticket_that_was_altered(table: LeaseTable) -> None:
+    """Its fetch does not claim again: its blocks are compared when it is completed."""
+    offer(table)
+    assert table.claim(0, "t", TOKEN, "f", DIGEST, reading=False, begun=False) is Verdict.HELD
+    assert table.complete(1, "t", TOKEN, "f", b"x" * 32) is Verdict.MISMATCH
+    assert complete(table, 2) is Verdict.HELD
 
 
 def test_a_short_fetch_comes_too_late(table: LeaseTable) -> None:
@@ -310,7 +341,9 @@ def test_what_was_held_is_completed_without_another_claim(table: LeaseTable) -> 
     assert complete(table, 2, "f", "b") is Verdict.QUIESCED
     assert table.counts()["claimed"] == 1
     table.quiesced = False
-    assert complete(table, 3, "f", "b") is Verdict.HELD
+    assert complete(table, 3, "f", "b") is Verdict.QUIESCED
+    assert table.claim(4, "b", TOKEN, "f", DIGEST, begun=False) is Verdict.HELD
+    assert complete(table, 5, "f", "b") is Verdict.HELD
 
 
 def test_an_engine_that_is_gone_holds_nothing(table: LeaseTable) -> None:

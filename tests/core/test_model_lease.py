@@ -73,6 +73,8 @@ class Known:
     until: float
     holder: str = ""
     reading: bool = False
+    quieted: bool = False
+    """Quiesced while nobody was known to read it."""
     ended: Verdict | None = None
     """What a late question is answered; `USED`: completed."""
 
@@ -83,6 +85,7 @@ class Claim:
     right_token: bool = True
     right_digest: bool = True
     reading: bool = True
+    begun: bool = True
 
 
 @dataclass
@@ -242,6 +245,9 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(on=rarely)
     def quiesce(self, on: bool) -> None:
+        if self.table.quiesced and not on:
+            for one in self.model.live.values():
+                one.quieted |= not one.reading
         self.table.quiesced = on
 
     @rule()
@@ -283,6 +289,7 @@ class LeaseMachine(RuleBasedStateMachine):
         right_token=mostly,
         right_digest=mostly,
         reading=mostly,
+        begun=st.booleans(),
         times=st.integers(1, 2),
     )
     def claim(
@@ -292,10 +299,11 @@ class LeaseMachine(RuleBasedStateMachine):
         right_token: bool = True,
         right_digest: bool = True,
         reading: bool = True,
+        begun: bool = True,
         times: int = 1,
     ) -> None:
         ticket = self.ticket(back)
-        claim = Claim(fetch, right_token, right_digest, reading)
+        claim = Claim(fetch, right_token, right_digest, reading, begun)
         for _ in range(times):
             verdict = self.table.claim(
                 self.now,
@@ -305,6 +313,7 @@ class LeaseMachine(RuleBasedStateMachine):
                 ticket.digest if right_digest else b"wrong",
                 CONSUMERS[fetch],
                 reading,
+                begun,
             )
             if self.model.find(self.now, ticket.transfer) is None:
                 parked = self.model.parked
@@ -482,7 +491,8 @@ class LeaseMachine(RuleBasedStateMachine):
             return Verdict.USED
         if not claim.right_digest:
             return Verdict.MISMATCH
-        if self.table.quiesced and claim.reading and not lease.reading:
+        not_now = self.table.quiesced or (lease.quieted and claim.begun)
+        if claim.reading and not lease.reading and not_now:
             return Verdict.QUIESCED
         lease.holder, lease.until = claim.fetch, self.now + LEASE
         lease.reading |= claim.reading
@@ -504,7 +514,9 @@ class LeaseMachine(RuleBasedStateMachine):
             return Verdict.UNKNOWN if ticket.deferred else self.claimed(ticket, claim)
         if lease.holder != claim.fetch:
             return Verdict.USED
-        quiesced = self.table.quiesced and not lease.reading
+        if not claim.right_digest:
+            return Verdict.MISMATCH
+        quiesced = (self.table.quiesced or lease.quieted) and not lease.reading
         return Verdict.QUIESCED if quiesced else Verdict.HELD
 
     def is_the_last_word(self, name: str, ticket: Ticket, fetch: str, verdict: Verdict) -> None:
