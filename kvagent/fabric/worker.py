@@ -127,7 +127,7 @@ class NixlWorker:
         agent = self._new_agent("fetch", segments)
         agent.register(self._ranges)
         queue: ReadQueue[PreparedLists] = ReadQueue(
-            agent, self._inflight_bytes, time.monotonic, self._witness, self._piece_bytes
+            agent, self._inflight_bytes, time.monotonic, self._witness, self._inflight_bytes // 2
         )
         self._lanes[segments] = lane = Lane(agent, queue)
         return lane
@@ -332,7 +332,11 @@ class NixlWorker:
             raise FabricError("these descriptor lists were released")
         assert isinstance(prepared, NixlPrepared)
         lists = prepared.lists
-        pieces = split(lists.local, lists.remote, selection, self._piece_bytes)
+        carried = remote.carried
+        copies = carried is not None and carried.transport == "shared_memory"
+        # A post that copies is over when it returns: several of them in flight are of no use.
+        piece_bytes = self._inflight_bytes if copies else self._piece_bytes
+        pieces = split(lists.local, lists.remote, selection, piece_bytes)
         self._add(
             remote,
             [(lists, piece) for piece in pieces],
