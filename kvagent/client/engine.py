@@ -268,9 +268,10 @@ class EngineClient:
 
     def quiesce(self, timeout: float = 30.0) -> tuple[str, ...]:
         """Until `resume()` no transfer starts: fetches that have not begun wait (their deadline
-        runs), and other engines' first claims are refused (`quiesced`). Returns when none is under
-        way either, or after `timeout` seconds the requests that still are: empty means that
-        nothing is transferred. (Whose claim is refused may read for a moment, for nothing.)
+        runs), and other engines' fetches from here end with `quiesced`. Returns when none is known
+        to be under way either, or after `timeout` seconds the requests that still are. What has
+        been read for less than a second is not known: it is refused when it says that it is over,
+        also after `resume()`. Nothing is written.
         """
         with self._changed:
             self._quiesced = None
