@@ -13,6 +13,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import msgspec
+
 from kvagent.agent.agent import Agent
 from kvagent.config import load
 from kvagent.cuda.calls import CudaCalls
@@ -65,6 +67,12 @@ class LoopbackSidecar:
 
     def resume(self) -> None:
         self.stage.call(self.fabric.resume)
+
+    def give_up_after(self, seconds: float) -> None:
+        """The time for a fetch, from here on. For short ones: a first fetch meets the peer and
+        opens the staging buffer, which has taken half a second on a busy machine."""
+        borrower = self.agent.leader.borrower
+        borrower.config = msgspec.structs.replace(borrower.config, fetch_timeout=seconds)
 
     @contextmanager
     def holding(self, kind: type) -> Any:

@@ -614,9 +614,11 @@ def test_a_failure_waits_for_the_sibling(engines: Engines, slow: int) -> None:
 
 def test_a_hung_read_is_fenced_at_the_deadline(engines: Engines) -> None:
     producer, other = engines("prefill", lease_seconds=2), engines("other")
-    consumer = engines("decode", 2, fetch_timeout=1.0, fence_seconds=0.5)
+    consumer = engines("decode", 2, fence_seconds=0.5)
     endpoint = re.escape(producer.workers[0].endpoint)
     good(producer, consumer, "first")
+    good(other, consumer, "another")
+    sidecar(consumer).give_up_after(1.0)
     began = time.monotonic()
     hung(producer, consumer, "r", local=[10, 11, 12])
     good(other, consumer, "meanwhile")

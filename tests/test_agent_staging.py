@@ -218,10 +218,9 @@ def test_a_hung_peer_does_not_hold_up_others(
 
 def test_after_a_fence_it_is_used_again(engines: Callable[..., Engine], gate: Gate) -> None:
     producer = engines("prefill", NHD)
-    consumer = engines(
-        "decode", HND, staging_bytes=AREAS * CHUNK, fetch_timeout=0.5, fence_seconds=0.2
-    )
+    consumer = engines("decode", HND, staging_bytes=AREAS * CHUNK, fence_seconds=0.2)
     check(producer, consumer, "first", 0, TOKENS)
+    sidecar(consumer).give_up_after(0.5)
     copies = gate.copies
     sidecar(producer).hang()
     begin(producer, consumer, "r")

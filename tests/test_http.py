@@ -88,14 +88,16 @@ def test_not_ready_when_every_peer_fails(engines: Engines) -> None:
 def test_not_ready_when_the_only_peer_hangs(engines: Engines) -> None:
     """Its reads time out one after the other."""
     producer = engines("prefill")
-    consumer = engines("decode", http=HTTP, fetch_timeout=0.3, fence_seconds=0.2)
+    consumer = engines("decode", http=HTTP, fence_seconds=0.2)
     good(producer, consumer, "good")
+    sidecar(consumer).give_up_after(0.3)
     sidecar(producer).hang()
     for number in range(IN_A_ROW):
         request = f"r{number}"
         assert failed(consumer, request, offer(producer, request)).startswith("timed_out:")
     assert "fetches from every peer failed: prefill (timed_out)" in ready(sidecar(consumer))
     sidecar(producer).resume()
+    sidecar(consumer).give_up_after(LONG)
     good(producer, consumer, "again")
     assert ready(sidecar(consumer)) == ""
 

@@ -268,9 +268,10 @@ def test_an_offer_that_never_comes(engines: Engines) -> None:
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
 def test_who_waits_for_an_offer_may_give_up(engines: Engines, how: str) -> None:
     """And the producer is told: its blocks come free as soon as they are offered."""
-    timeout = {"fetch_timeout": 0.5} if how == "deadline" else {}
-    producer, consumer = engines("prefill"), engines("decode", 2, **timeout)
+    producer, consumer = engines("prefill"), engines("decode", 2)
     good(producer, consumer, "first")
+    if how == "deadline":
+        sidecar(consumer).give_up_after(0.5)
     leases = sidecar(producer).agent.leader.leases
     leases.park_seconds = LONG
     with offer_on_its_way(producer, "r") as (ticket, arrives):
@@ -284,6 +285,7 @@ def test_who_waits_for_an_offer_may_give_up(engines: Engines, how: str) -> None:
         arrives()
         producer.sent("r", LONG)
     assert leases.ended["released"] == 1
+    sidecar(consumer).give_up_after(LONG)
     good(producer, consumer, "next")
     at_rest(producer, consumer)
 
