@@ -133,10 +133,8 @@ class Consumer(Engine):
                 ends.update(dict.fromkeys(out.finished_recving, now))
                 left -= out.finished_recving
                 stats.update(_stats(out))
-            else:
-                time.sleep(NAP_SECONDS)
-                if clock() - begin > FETCH_SECONDS:
-                    raise KVAgentError(f"{len(left)} fetches did not end")
+            elif not self.client.wait(FETCH_SECONDS):
+                raise KVAgentError(f"{len(left)} fetches did not end")
         return max(ends.values()), ends, stats
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-import selectors
+import select
 import socket
 import threading
 import time
@@ -53,6 +53,9 @@ T = TypeVar("T")
 READ_BYTES = 1 << 16
 MAX_UNSENT = 64 << 20
 """Bytes that may wait for a sidecar that does not read."""
+MAX_ATTEND = 1.0
+"""Seconds; the thread may close the socket in the moment before it is waited at."""
+LOST_NAP = 0.02
 
 
 class EngineClient:
@@ -87,6 +90,10 @@ class EngineClient:
         self._broken: AgentError | None = None
         self._draining = False
         self._wake_read, self._wake_write = socket.socketpair()
+        self._poller = select.epoll()
+        """The thread's."""
+        self._attended = False
+        """`wait` looks at what comes, and the thread need not."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvagent-client", daemon=True)
         self._thread.start()
@@ -257,6 +264,19 @@ class EngineClient:
             self._fail_all(out)
         return out
 
+    def wait(self, timeout: float) -> bool:
+        """Returns True as soon as `step()` has something to report or to raise, False after
+        `timeout` seconds. For a scheduler that has nothing to compute meanwhile: one that calls
+        `step()` over and over takes a part of a core from the sidecar.
+        """
+        until = time.monotonic() + timeout
+        while not self._has_news():
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            self._attend(min(left, MAX_ATTEND))
+        return True
+
     def drain(self, timeout: float = 30.0) -> tuple[str, ...]:
         """Takes no new work, waits for the rest; returns the requests that had to be failed.
 
@@ -301,6 +321,42 @@ class EngineClient:
         self._thread.join(5.0)
 
     # ------------------------------------------------------------ inside
+
+    def _has_news(self) -> bool:
+        if self._reports or self._broken is not None:
+            return True
+        return self._lost and bool(self._offered or (self._fetching and self._all_stopped()))
+
+    def _attend(self, timeout: float) -> None:
+        """Takes what comes, or returns when something may have changed."""
+        with self._send_lock:
+            attended = self._attended = not self._lost
+            if attended:
+                self._watch()
+        if not attended:
+            time.sleep(min(timeout, LOST_NAP))
+            return
+        try:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            poll.poll(timeout * 1e3)
+            with self._receive_lock:
+                there = self._receive()
+        except (OSError, ValueError):  # closed just now
+            there = False
+        with self._send_lock:
+            self._attended = False
+            if not self._lost:
+                self._watch()
+        if not there:
+            self.wait_lost(timeout)
+
+    def _watch(self) -> None:
+        """What the thread waits for. With the lock for sending."""
+        events = 0 if self._attended else select.EPOLLIN
+        if self._unsent:
+            events |= select.EPOLLOUT
+        self._poller.modify(self._socket, events)
 
     def _require_ready(self) -> Ready:
         if self._draining:
@@ -366,8 +422,7 @@ class EngineClient:
         take a while to notice: only then are fetches reported."""
         out.finished_sending = (out.finished_sending or set()) | set(self._offered) or None
         self._offered.clear()
-        orphan_seconds = self._ready.orphan_seconds if self._ready is not None else 0.0
-        if time.monotonic() < self._lost_at + orphan_seconds:
+        if not self._all_stopped():
             return
         out.finished_recving = (out.finished_recving or set()) | set(self._fetching) or None
         for request_id, blocks in self._fetching.items():
@@ -375,6 +430,10 @@ class EngineClient:
             for group in unpack_blocks(blocks):
                 out.invalid_block_ids.update(group.tolist())
         self._fetching.clear()
+
+    def _all_stopped(self) -> bool:
+        orphan_seconds = self._ready.orphan_seconds if self._ready is not None else 0.0
+        return time.monotonic() >= self._lost_at + orphan_seconds
 
     def _send(self, message: Local) -> None:
         data = local.frame(message)
@@ -403,39 +462,37 @@ class EngineClient:
             pass
 
     def _run(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._socket, selectors.EVENT_READ)
-            selector.register(self._wake_read, selectors.EVENT_READ)
-            try:
-                while not self._closing:
-                    for key, _ in selector.select():
-                        if key.fileobj == self._wake_read:
-                            self._wake_read.recv(4096)
-                        else:
-                            with self._receive_lock:
-                                if not self._receive() and self._nonsense is None:
-                                    return
-                    if self._nonsense is not None:
-                        raise self._nonsense
-                    with self._send_lock:
-                        self._flush()
-                        events = selectors.EVENT_READ
-                        if self._unsent:
-                            events |= selectors.EVENT_WRITE
-                    selector.modify(self._socket, events)
-            except KVAgentError as error:
-                log.error("connection to the sidecar failed: %s", error)
-                self._broken = AgentError(f"the connection to the sidecar broke: {error}")
-            except OSError as error:
-                log.error("connection to the sidecar failed: %s", error)
-            finally:
+        poller, wake = self._poller, self._wake_read.fileno()
+        try:
+            poller.register(self._socket, select.EPOLLIN)
+            poller.register(self._wake_read, select.EPOLLIN)
+            while not self._closing:
+                for fd, _ in poller.poll():
+                    if fd == wake:
+                        self._wake_read.recv(4096)
+                        continue
+                    with self._receive_lock:
+                        if not self._receive() and self._nonsense is None:
+                            return
+                if self._nonsense is not None:
+                    raise self._nonsense
                 with self._send_lock:
-                    self._lost, self._lost_at = True, time.monotonic()
-                    self._socket.close()
-                with self._changed:
-                    self._changed.notify_all()
-                self._wake_read.close()
-                self._wake_write.close()
+                    self._flush()
+                    self._watch()
+        except KVAgentError as error:
+            log.error("connection to the sidecar failed: %s", error)
+            self._broken = AgentError(f"the connection to the sidecar broke: {error}")
+        except OSError as error:
+            log.error("connection to the sidecar failed: %s", error)
+        finally:
+            with self._send_lock:
+                self._lost, self._lost_at = True, time.monotonic()
+                self._socket.close()
+                poller.close()
+            with self._changed:
+                self._changed.notify_all()
+            self._wake_read.close()
+            self._wake_write.close()
 
     def _flush(self) -> None:
         while self._unsent:
