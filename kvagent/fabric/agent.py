@@ -60,9 +60,12 @@ class PreparedLists:
 
 class NixlAgent:
     """`serving`: with a progress thread, to be read from. Otherwise it reads, when polled, from
-    agents with the same `segments`; None: what UCX and its environment say."""
+    agents with the same `segments`; None: what UCX and its environment say. `threads` of NIXL's
+    share the descriptors of each read."""
 
-    def __init__(self, name: str, *, serving: bool, segments: Segments | None) -> None:
+    def __init__(
+        self, name: str, *, serving: bool, segments: Segments | None, threads: int = 0
+    ) -> None:
         config = bindings.nixlAgentConfig()
         config.useProgThread = serving
         config.pthrDelay = SERVING_POLL_MICROSECONDS
@@ -74,6 +77,8 @@ class NixlAgent:
             self._agent: Any = bindings.nixlAgent(name, config)
             defaults, _ = self._agent.getPluginParams("UCX")
             params = defaults | (segments.params if segments is not None else {})
+            if threads:
+                params |= {"num_threads": str(threads), "split_batch_size": "1"}
             self._backends = [self._agent.createBackend("UCX", params)]
         except _NIXL_ERRORS as error:
             raise FabricError(f"NIXL agent {name}: {error}") from error

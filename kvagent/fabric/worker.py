@@ -1,15 +1,15 @@
 """What the fabric's thread owns: the two NIXL agents, the peers, the reads. All of it synchronous.
 
 The **serving** agent's metadata is what peers get; it has a progress thread and lives as long as
-the fabric. A **fetching** agent does our own reads and is polled only while there are any: one for
-all peers whose TCP segments are ours, and one more for each other size that a peer has.
-Destroying them is the fence: the only way to end a read whose peer hangs, and one that whoever
+the fabric. The **fetching** agents (`lanes`) do our own reads and are polled only while there are
+any. Destroying them is the fence: the only way to end a read whose peer hangs, and one that whoever
 reads from us does not notice. Every incarnation of an agent has a name of its own, since NIXL
 refuses a known name with new metadata.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import os
@@ -22,7 +22,7 @@ import numpy as np
 
 from kvagent.core.regions import MemoryRange
 from kvagent.core.stats import ReadStats
-from kvagent.errors import FabricError, HandshakeError
+from kvagent.errors import FabricError, HandshakeError, PeerGoneError
 from kvagent.fabric.agent import NixlAgent, PreparedLists
 from kvagent.fabric.base import (
     PROBE_BYTES,
@@ -32,12 +32,12 @@ from kvagent.fabric.base import (
     Prepared,
     RemoteAgent,
     Selection,
-    ignore,
 )
+from kvagent.fabric.lanes import COPIED_BYTES, Lane, Lanes
 from kvagent.fabric.pieces import NO_EXTRA, Piece, Rows, split
 from kvagent.fabric.place import Place, read_place
-from kvagent.fabric.reads import Peer, Read, ReadQueue
-from kvagent.fabric.segments import Segments, are_pinned, own_segments
+from kvagent.fabric.reads import Peer, Read
+from kvagent.fabric.segments import are_pinned, own_segments
 from kvagent.fabric.witness import Carried, Witness
 
 __all__ = ["NixlPrepared", "NixlRemote", "NixlWorker"]
@@ -49,18 +49,7 @@ Resolve = Callable[[ReadStats | FabricError], None]
 RETRY_SECONDS = 1.0
 """Between attempts to make a fetching agent."""
 
-MAX_LANES = 4
-"""Sizes of segments that peers may have at the same time."""
-
 _FIRST = np.zeros(1, np.int32)
-
-
-class Lane:
-    """A fetching agent and its reads."""
-
-    def __init__(self, agent: NixlAgent, queue: ReadQueue[PreparedLists]) -> None:
-        self.agent = agent
-        self.queue = queue
 
 
 class NixlRemote(RemoteAgent):
@@ -68,9 +57,16 @@ class NixlRemote(RemoteAgent):
 
     def __init__(self, meta: PeerMetadata, here: Place, lane: Lane) -> None:
         super().__init__(meta.agent)
+        self.meta = meta
         self.lane = lane
+        self.copier: Lane | None = None
+        """For large reads, once it is known that they are copies on this host."""
+        self.uncopied = False
+        """There can be no copier."""
         self.peer = Peer(meta.agent)
         self.peer.watched.same_host = here.same_host(meta.place)
+        self.copied = Peer(meta.agent, watched=self.peer.watched)
+        """The same peer, with the copier's bytes in flight."""
         self.landing = np.zeros(PROBE_BYTES, np.uint8)
         self.prepared: set[NixlPrepared] = set()
         self.probe = PreparedLists(
@@ -78,7 +74,7 @@ class NixlRemote(RemoteAgent):
             _row(self.landing.ctypes.data),
             _row(meta.probe_address),
         )
-        self.retired: list[PreparedLists] = []
+        self.retired: list[NixlPrepared] = []
         """Released, but a read may still use them."""
         self.forgotten: list[Callable[[], None]] = []
         """To be called when its last read is terminal and NIXL has dropped it."""
@@ -86,6 +82,11 @@ class NixlRemote(RemoteAgent):
     @property
     def carried(self) -> Carried | None:
         return self.peer.watched.carried
+
+    @property
+    def busy(self) -> bool:
+        copying = self.copier is not None and self.copier.queue.busy(self.copied)
+        return copying or self.lane.queue.busy(self.peer)
 
     @property
     def landing_range(self) -> MemoryRange:
@@ -96,6 +97,8 @@ class NixlPrepared(Prepared):
     def __init__(self, remote: NixlRemote, lists: PreparedLists) -> None:
         super().__init__(remote)
         self.lists = lists
+        self.copied: PreparedLists | None = None
+        """The same for the copier."""
 
 
 class NixlWorker:
@@ -104,64 +107,38 @@ class NixlWorker:
     def __init__(self, name: str, piece_bytes: int, inflight_bytes: int) -> None:
         self._prefix = name
         self._segments = own_segments(os.environ)
-        self._pinned = are_pinned(os.environ)
-        self._piece_bytes = piece_bytes
-        self._inflight_bytes = inflight_bytes
-        self._ranges: list[MemoryRange] = []
         self._canary = np.frombuffer(os.urandom(PROBE_BYTES), np.uint8)
         self._remotes: dict[str, NixlRemote] = {}
         self._leaving: set[NixlRemote] = set()
         """Remotes with something to let go once they have no read."""
-        self._lanes: dict[Segments, Lane] = {}
-        """By what their peers have; without the one for our own, nothing can be read."""
         self._open_at = 0.0
         self.trouble = ""
         """Why nothing can be read for the moment."""
         self._place = read_place()
         self._witness = Witness()
-        self._serving = self._new_agent("serve", self._segments)
-        self._serving.register([MemoryRange(self._canary.ctypes.data, PROBE_BYTES)])
-        self._open(self._segments)
-
-    def _open(self, segments: Segments) -> Lane:
-        agent = self._new_agent("fetch", segments)
-        agent.register(self._ranges)
-        queue: ReadQueue[PreparedLists] = ReadQueue(
-            agent, self._inflight_bytes, time.monotonic, self._witness, self._inflight_bytes // 2
+        self._serving = NixlAgent(
+            f"{name}/{uuid.uuid4().hex}/serve", serving=True, segments=self._segments
         )
-        self._lanes[segments] = lane = Lane(agent, queue)
-        return lane
-
-    def _lane(self, segments: Segments) -> Lane:
-        """For peers that have such segments."""
-        if not self._lanes:
-            raise FabricError(f"nothing can be read: {self.trouble}")
-        lane = self._lanes.get(segments)
-        if lane is None:
-            if self._pinned:
-                own = self._segments
-                raise HandshakeError(
-                    f"its TCP segments are {segments.send} and {segments.receive} bytes, and here "
-                    f"UCX_TCP_TX_SEG_SIZE or UCX_TCP_RX_SEG_SIZE make them {own.send} and "
-                    f"{own.receive}: unset both, and the right ones are chosen"
-                )
-            if len(self._lanes) >= MAX_LANES:
-                raise HandshakeError(
-                    f"its TCP segments are {segments.send} and {segments.receive} bytes, and "
-                    f"{MAX_LANES} other sizes are in use: give all sidecars the same "
-                    "UCX_TCP_TX_SEG_SIZE and UCX_TCP_RX_SEG_SIZE, or none"
-                )
-            lane = self._open(segments)
-        return lane
-
-    def _new_agent(self, role: str, segments: Segments) -> NixlAgent:
-        name = f"{self._prefix}/{uuid.uuid4().hex}/{role}"
-        return NixlAgent(name, serving=role == "serve", segments=segments)
+        self._serving.register([MemoryRange(self._canary.ctypes.data, PROBE_BYTES)])
+        self._lanes = Lanes(
+            name,
+            self._segments,
+            pinned=are_pinned(os.environ),
+            piece_bytes=piece_bytes,
+            inflight_bytes=inflight_bytes,
+            witness=self._witness,
+        )
+        self._lanes.start()
 
     @property
     def active(self) -> bool:
         """Whether `step` has anything to do."""
-        return any(lane.queue.reads for lane in self._lanes.values())
+        return any(lane.queue.reads for lane in self._lanes)
+
+    @property
+    def copies_only(self) -> bool:
+        """Whether all that is being read comes by itself, and polling only takes time from it."""
+        return all(lane.copies for lane in self._lanes if lane.queue.reads)
 
     def close(self) -> None:
         self._end("the fabric was closed")
@@ -177,7 +154,7 @@ class NixlWorker:
         """UCX makes no agent while a network device that it was told to use has no link: then this
         is tried again, and what we serve is not concerned."""
         try:
-            self._open(self._segments)
+            self._lanes.start()
         except FabricError as error:
             if not self.trouble:
                 log.error("%s: no fetching agent, trying again: %s", self._prefix, error)
@@ -188,10 +165,7 @@ class NixlWorker:
             self.trouble = ""
 
     def _end(self, reason: str) -> None:
-        lanes, self._lanes = list(self._lanes.values()), {}
-        for lane in lanes:
-            lane.agent.destroy()
-            lane.queue.abort(FabricError(f"fenced: {reason}"))
+        self._lanes.end(reason)
         self._leaving.clear()
         remotes, self._remotes = self._remotes, {}
         for remote in remotes.values():
@@ -206,12 +180,12 @@ class NixlWorker:
                 self._open_again(now)
             return False
         changed = False
-        for lane in self._lanes.values():
+        for lane in self._lanes:
             changed |= lane.queue.step()
             if lane.queue.uncertain is not None:
                 self.fence(str(lane.queue.uncertain))
                 return True
-        for remote in [peer for peer in self._leaving if not peer.lane.queue.busy(peer.peer)]:
+        for remote in [remote for remote in self._leaving if not remote.busy]:
             self._leaving.discard(remote)
             if remote.forgotten:
                 self._drop(remote)
@@ -223,9 +197,7 @@ class NixlWorker:
 
     def register(self, ranges: Sequence[MemoryRange]) -> None:
         self._serving.register(ranges)
-        for lane in self._lanes.values():
-            lane.agent.register(ranges)
-        self._ranges += ranges
+        self._lanes.register(ranges)
 
     def metadata(self, options: dict[str, str]) -> PeerMetadata:
         blob = self._serving.metadata()
@@ -246,7 +218,9 @@ class NixlWorker:
         """A peer whose probe has still to be read."""
         if meta.agent in self._remotes:
             raise FabricError(f"{meta.agent} is connected already, or reads from it have to end")
-        remote = NixlRemote(meta, self._place, self._lane(meta.segments))
+        if not self._lanes:
+            raise FabricError(f"nothing can be read: {self.trouble}")
+        remote = NixlRemote(meta, self._place, self._lanes.of(meta.segments))
         agent = remote.lane.agent
         self._witness.meet(remote.peer.watched)
         name = agent.load(meta.blob)
@@ -265,7 +239,17 @@ class NixlWorker:
 
     def probe(self, remote: NixlRemote, cancelled: CancelFlag, resolve: Resolve) -> None:
         piece = Piece(PROBE_BYTES, _FIRST, _FIRST, NO_EXTRA)
-        self._add(remote, [(remote.probe, piece)], PROBE_BYTES, 1, cancelled, ignore, 0.0, resolve)
+        remote.lane.queue.add(
+            Read(
+                peer=remote.peer,
+                pieces=deque([(remote.probe, piece)]),
+                nbytes=PROBE_BYTES,
+                descriptors=1,
+                cancelled=cancelled,
+                submitted=0.0,
+                resolve=resolve,
+            )
+        )
 
     def forget(self, remote: RemoteAgent, done: Callable[[], None]) -> None:
         """Ends the peer's reads; `done` is called when it is forgotten, or was long ago."""
@@ -274,24 +258,33 @@ class NixlWorker:
             done()
             return
         known.forgotten.append(done)
-        if known.lane.queue.busy(known.peer):
-            known.lane.queue.stop(known.peer, FabricError(f"{known.name} was disconnected"))
+        if known.busy:
+            error = FabricError(f"{known.name} was disconnected")
+            known.lane.queue.stop(known.peer, error)
+            if known.copier is not None:
+                known.copier.queue.stop(known.copied, error)
             self._leaving.add(known)
         else:
             self._leaving.discard(known)
             self._drop(known)
 
     def _unprepare_retired(self, remote: NixlRemote) -> None:
-        for lists in remote.retired:
-            remote.lane.agent.unprepare(lists)
+        for prepared in remote.retired:
+            remote.lane.agent.unprepare(prepared.lists)
+            if prepared.copied is not None and remote.copier is not None:
+                remote.copier.agent.unprepare(prepared.copied)
         remote.retired.clear()
 
     def _drop(self, remote: NixlRemote) -> None:
-        remote.retired += [remote.probe, *(prepared.lists for prepared in remote.prepared)]
+        remote.retired += remote.prepared
         remote.prepared.clear()
         self._unprepare_retired(remote)
-        remote.lane.agent.forget(remote.name)
-        remote.lane.agent.deregister(remote.landing_range)
+        if remote.copier is not None:
+            remote.copier.agent.forget(remote.name)
+        agent = remote.lane.agent
+        agent.unprepare(remote.probe)
+        agent.forget(remote.name)
+        agent.deregister(remote.landing_range)
         del self._remotes[remote.name]
         self._witness.forget(remote.peer.watched)
         for done in remote.forgotten:
@@ -315,7 +308,7 @@ class NixlWorker:
         if remote is prepared.remote and prepared in remote.prepared:
             assert isinstance(prepared, NixlPrepared)
             remote.prepared.discard(prepared)
-            remote.retired.append(prepared.lists)
+            remote.retired.append(prepared)
             self._leaving.add(remote)
 
     def read(
@@ -331,46 +324,50 @@ class NixlWorker:
         if prepared not in remote.prepared:
             raise FabricError("these descriptor lists were released")
         assert isinstance(prepared, NixlPrepared)
-        lists = prepared.lists
-        carried = remote.carried
-        copies = carried is not None and carried.transport == "shared_memory"
-        # A post that copies is over when it returns: several of them in flight are of no use.
-        piece_bytes = self._inflight_bytes if copies else self._piece_bytes
-        pieces = split(lists.local, lists.remote, selection, piece_bytes)
-        self._add(
-            remote,
-            [(lists, piece) for piece in pieces],
-            selection.nbytes,
-            selection.descriptors,
-            cancelled,
-            landed,
-            submitted,
-            resolve,
-        )
-
-    def _add(
-        self,
-        remote: NixlRemote,
-        pieces: list[tuple[PreparedLists, Piece]],
-        nbytes: int,
-        descriptors: int,
-        cancelled: CancelFlag,
-        landed: Callable[[int], None],
-        submitted: float,
-        resolve: Resolve,
-    ) -> None:
-        remote.lane.queue.add(
+        lane, peer, lists = remote.lane, remote.peer, prepared.lists
+        if selection.nbytes >= COPIED_BYTES:
+            copied = self._lists_of_copier(remote, prepared)
+            if copied is not None and remote.copier is not None:
+                lane, peer, lists = remote.copier, remote.copied, copied
+        pieces = split(lists.local, lists.remote, selection, lane.piece_bytes)
+        lane.queue.add(
             Read(
-                peer=remote.peer,
-                pieces=deque(pieces),
-                nbytes=nbytes,
-                descriptors=descriptors,
+                peer=peer,
+                pieces=deque((lists, piece) for piece in pieces),
+                nbytes=selection.nbytes,
+                descriptors=selection.descriptors,
                 cancelled=cancelled,
                 submitted=submitted,
                 resolve=resolve,
                 landed=landed,
             )
         )
+
+    def _lists_of_copier(self, remote: NixlRemote, prepared: NixlPrepared) -> PreparedLists | None:
+        """None when its reads are no copies. Raises `PeerGoneError`."""
+        if prepared.copied is not None:
+            return prepared.copied
+        carried = remote.carried
+        if remote.peer.watched.undecided or carried is None or remote.uncopied:
+            return None
+        if carried.transport != "shared_memory":
+            return None
+        try:
+            if remote.copier is None:
+                lane = self._lanes.copying(remote.meta.segments)
+                lane.agent.load(remote.meta.blob)
+                lane.agent.connect(remote.name)
+                remote.copier = lane
+            lists = dataclasses.replace(prepared.lists, local_handle=0, remote_handle=0)
+            remote.copier.agent.prepare(lists)
+        except PeerGoneError:
+            raise
+        except FabricError as error:
+            remote.uncopied = True
+            log.warning("%s: large reads take the way of small ones: %s", remote.name, error)
+            return None
+        prepared.copied = lists
+        return lists
 
     def _known(self, remote: RemoteAgent) -> NixlRemote:
         known = self._remotes.get(remote.name)
