@@ -122,12 +122,17 @@ def measure_many(
         )
 
 
+BURST = 8
+
+
 class Calls(msgspec.Struct, frozen=True):
-    """Microseconds in the caller's thread, medians; `gbps` moved meanwhile."""
+    """Microseconds in the caller's thread, medians; `gbps` moved meanwhile. `first_offer`: of
+    those after a pause, whose code and data are not in the caches any more."""
 
     gbps: float
     step: float
     offer: float
+    first_offer: float
     fetch: float
 
 
@@ -135,7 +140,8 @@ def measure_calls(
     bench: Bench, seconds: float, tick: Tick = lambda _: None, *, large: int = 1024
 ) -> Calls:
     """The calls of a scheduler while fetches of `large` blocks of 64 KiB keep the sidecars at work:
-    `offer` of 64 blocks, `fetch` of 1,000, `step` with nothing to report."""
+    `offer` of 64 blocks, `BURST` in a row, as from a step that ends several requests; `fetch` of
+    1,000; `step` with nothing to report."""
     blocks, depth = 1000, 4
     workload = Workload(name="calls", shape=BLOCK_64K, tokens=16 * (blocks + depth * large))
     with ExitStack() as stack:
@@ -146,7 +152,8 @@ def measure_calls(
         producer = bench.far.here
         assert producer is not None
         load = _Load(bench, producer, consumer, first=blocks, size=large, depth=depth)
-        times: dict[str, list[float]] = {"step": [], "offer": [], "fetch": []}
+        keys = ("step", "offer", "first_offer", "fetch")
+        times: dict[str, list[float]] = {key: [] for key in keys}
         begin = time.monotonic()
         tick("calls")
         while time.monotonic() - begin < seconds or not times["fetch"]:
@@ -156,10 +163,12 @@ def measure_calls(
                     times["step"].append(spent)
                 load.go_on()
                 time.sleep(NAP_SECONDS)
-            (name,) = bench.names(1)
-            _, spent = _timed(producer.client.offer, name, list(range(64)), 64 * 16)
-            times["offer"].append(spent or 0.0)
-            producer.client.cancel(name)
+            names, short = bench.names(BURST), list(range(64))
+            spans = [_timed(producer.client.offer, name, short, 64 * 16)[1] or 0 for name in names]
+            times["offer"] += spans
+            times["first_offer"].append(spans[0])
+            for name in names:
+                producer.client.cancel(name)
             (name,) = bench.names(1)
             ids = list(range(blocks))
             ticket = producer.client.offer(name, ids, blocks * 16)
@@ -176,7 +185,7 @@ def measure_calls(
         load.stop()
         return Calls(
             moved / took / 1e9,
-            *(statistics.median(times[key]) for key in ("step", "offer", "fetch")),
+            *(statistics.median(times[key]) for key in keys),
         )
 
 

@@ -126,7 +126,8 @@ def _called(bench: Bench, scale: Scale, tick: Tick) -> Iterator[Point]:
     busy = calls.measure_calls(bench, scale.seconds, tick)
     moving = f"while {busy.gbps:.1f} GB/s move"
     yield Point.at_most(7, f"step(), nothing to report, {moving}", busy.step, 10, "us")
-    yield Point.at_most(7, f"offer() of 64 blocks, {moving}", busy.offer, 50, "us")
+    offer = f"offer() of 64 blocks, {calls.BURST} in a row, {moving}"
+    yield Point.at_most(7, f"{offer} (the first: {busy.first_offer:.0f} us)", busy.offer, 50, "us")
     yield Point.at_most(7, f"fetch() of 1,000 blocks, {moving}", busy.fetch, 200, "us")
     moved = f"{busy.gbps:.1f} GB/s"
     yield Point(7, "bytes moved meanwhile", moved, ">= 4 GB/s", busy.gbps >= 4)

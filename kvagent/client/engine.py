@@ -9,7 +9,7 @@ stopped), they wait in a buffer that the thread flushes.
 from __future__ import annotations
 
 import logging
-import secrets
+import os
 import select
 import socket
 import threading
@@ -129,7 +129,8 @@ class EngineClient:
         takes longer than a lease, ends the offer, and the fetch fails (`unknown`).
         """
         ready = self._require_ready()
-        _check_types(request_id, num_tokens=num_tokens)
+        _check_name(request_id)
+        _check_int("num_tokens", num_tokens)
         if num_tokens < 1:
             raise AgentError(f"offer of {num_tokens} tokens: there is nothing to send")
         blocks = pack_blocks(block_ids)
@@ -139,7 +140,7 @@ class EngineClient:
                 "offer(), or use EmbeddedAgent"
             )
         deferred = ready.deferred or event is not None
-        secret = secrets.token_bytes(32)
+        secret = os.urandom(32)
         transfer_id, token = secret[:16].hex(), secret[16:]
         self._send(
             Offer(
@@ -171,7 +172,8 @@ class EngineClient:
         bytes.
         """
         self._require_ready()
-        _check_types(request_id, start_token=start_token)
+        _check_name(request_id)
+        _check_int("start_token", start_token)
         parsed = read_ticket(ticket)
         if request_id in self._fetching:
             raise AgentError(f"request {request_id!r} is being fetched already")
@@ -238,7 +240,7 @@ class EngineClient:
     def cancel(self, request_id: str) -> None:
         """Ends the request's offers and its fetch. Its blocks come back through `step()` all the
         same; an unknown or finished request is no error."""
-        _check_types(request_id)
+        _check_name(request_id)
         self._send(Cancel(request_id=request_id))
 
     def step(self) -> KVConnectorOutput:
@@ -543,10 +545,12 @@ class EngineClient:
             self._changed.notify_all()
 
 
-def _check_types(request_id: str, **numbers: int) -> None:
+def _check_name(request_id: str) -> None:
     """What the sidecar would refuse as no message, ending the connection, is refused here."""
     if not isinstance(request_id, str) or not request_id:
         raise AgentError(f"request_id must be a str that is not empty, not {request_id!r}")
-    for name, value in numbers.items():
-        if not isinstance(value, int):
-            raise AgentError(f"{name} must be an int, not {value!r}")
+
+
+def _check_int(name: str, value: int) -> None:
+    if not isinstance(value, int):
+        raise AgentError(f"{name} must be an int, not {value!r}")

@@ -69,7 +69,18 @@ def make_ticket(
 ) -> dict[str, Any]:
     """The dict for `kv_transfer_params`. With OpenTelemetry in use, it names the span that the
     calling thread is in."""
-    traceparent = current_traceparent()
+    inner: dict[str, Any] = {
+        "transfer_id": transfer_id,
+        "token": token.hex(),
+        "num_tokens": num_tokens,
+        "epoch": ready.epoch,
+        "protocol": PROTOCOL,
+        "lease_seconds": ready.lease_seconds,
+    }
+    if deferred:
+        inner["deferred"] = True
+    if traceparent := current_traceparent():
+        inner["traceparent"] = traceparent
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -79,16 +90,7 @@ def make_ticket(
         "remote_host": ready.host,
         "remote_port": ready.port,
         "tp_size": ready.tp_size,
-        "kvagent": {
-            "transfer_id": transfer_id,
-            "token": token.hex(),
-            "num_tokens": num_tokens,
-            "epoch": ready.epoch,
-            "protocol": PROTOCOL,
-            "lease_seconds": ready.lease_seconds,
-            **({"deferred": True} if deferred else {}),
-            **({"traceparent": traceparent} if traceparent else {}),
-        },
+        "kvagent": inner,
     }
 
 

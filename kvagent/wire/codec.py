@@ -64,7 +64,7 @@ def pack_blocks(block_ids: BlockIds) -> tuple[bytes, ...]:
         if len(block_ids) and not isinstance(block_ids[0], (int, np.integer)):
             groups = block_ids
         # array.array takes a list of ints faster than numpy does, and nothing but ints.
-        packed = tuple(array("I", list(group)).tobytes() for group in groups)
+        packed = tuple([array("I", list(group)).tobytes() for group in groups])
     except (TypeError, ValueError, OverflowError, LookupError) as error:
         raise BlockRangeError(
             f"block ids must be ints from 0 to 2**31 - 1, or one list of them per group: {error}"
