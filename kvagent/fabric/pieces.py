@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvagent.errors import BlockRangeError, GeometryError
 from kvagent.fabric.base import IndexArray, RowArray, Selection
 
-__all__ = ["NO_EXTRA", "Piece", "Rows", "joined", "shortened", "split"]
+__all__ = ["NO_EXTRA", "Piece", "Rows", "joined", "split"]
 
 
 class Rows:
@@ -81,23 +81,6 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         np.concatenate([piece.local_index for piece in pieces]),
         np.concatenate([piece.remote_index for piece in pieces]),
         NO_EXTRA,
-    )
-
-
-def shortened(piece: Piece, each: int, run_bytes: int) -> Piece:
-    """The same reads, of descriptors of `each` bytes, in an order in which NIXL merges no more than
-    `run_bytes` into one: it merges neighbours that rise by one on both sides."""
-    step = max(1, run_bytes // each)
-    whole = len(piece.local_index) // step * step
-    if whole <= step:
-        return piece
-
-    def backwards(index: IndexArray) -> IndexArray:
-        runs = index[:whole].reshape(-1, step)[::-1]
-        return np.concatenate([runs.ravel(), index[whole:]])
-
-    return piece._replace(
-        local_index=backwards(piece.local_index), remote_index=backwards(piece.remote_index)
     )
 
 

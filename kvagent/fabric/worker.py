@@ -34,7 +34,7 @@ from kvagent.fabric.base import (
     Selection,
 )
 from kvagent.fabric.lanes import COPIED_BYTES, Lane, Lanes
-from kvagent.fabric.pieces import NO_EXTRA, Piece, Rows, shortened, split
+from kvagent.fabric.pieces import NO_EXTRA, Piece, Rows, split
 from kvagent.fabric.place import Place, read_place
 from kvagent.fabric.reads import Peer, Read
 from kvagent.fabric.segments import are_pinned, own_segments
@@ -48,9 +48,6 @@ Resolve = Callable[[ReadStats | FabricError], None]
 
 RETRY_SECONDS = 1.0
 """Between attempts to make a fetching agent."""
-
-TCP_RUN_BYTES = 64 << 10
-"""UCX serves each read over TCP by itself: many of this size come sooner than a few long ones."""
 
 _FIRST = np.zeros(1, np.int32)
 
@@ -333,9 +330,6 @@ class NixlWorker:
             if copied is not None and remote.copier is not None:
                 lane, peer, lists = remote.copier, remote.copied, copied
         pieces = split(lists.local, lists.remote, selection, lane.piece_bytes)
-        each = lists.local.uniform
-        if each is not None and remote.carried is not None and remote.carried.transport == "tcp":
-            pieces = [shortened(piece, each, TCP_RUN_BYTES) for piece in pieces]
         lane.queue.add(
             Read(
                 peer=peer,
