@@ -31,6 +31,10 @@ log = logging.getLogger(__name__)
 SERVING_POLL_MICROSECONDS = 100_000
 """The serving agent's thread sleeps in epoll, and wakes for work: the delay is only its timeout."""
 
+MORE_LOOKS = 31
+"""Each takes in what TCP has brought, a segment or so; all that is around one takes ten times as
+long, and the peer waits for room meanwhile."""
+
 _SEGMENTS = {"dram": bindings.DRAM_SEG, "vram": bindings.VRAM_SEG}
 _NIXL_ERRORS = tuple(
     error
@@ -73,6 +77,7 @@ class NixlAgent:
             bindings.NIXL_THREAD_SYNC_STRICT if serving else bindings.NIXL_THREAD_SYNC_NONE
         )
         self.name = name
+        self._more_looks = 0 if threads else MORE_LOOKS
         try:
             self._agent: Any = bindings.nixlAgent(name, config)
             defaults, _ = self._agent.getPluginParams("UCX")
@@ -196,8 +201,13 @@ class NixlAgent:
 
     def done(self, handle: int, peer: str) -> bool:
         """Makes progress; False while the read is in flight. Errors as in `post`."""
+        look = self._agent.getXferStatus
         try:
-            state = self._agent.getXferStatus(handle)
+            state = look(handle)
+            for _ in range(self._more_looks):
+                if state != bindings.NIXL_IN_PROG:
+                    break
+                state = look(handle)
         except _NIXL_ERRORS as error:
             raise _translate(error, peer, posted=True) from error
         if state == bindings.NIXL_IN_PROG:
