@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from kvagent.bench.ceilings import RawConsumer
+from kvagent.bench.chain import measure_chain
 from kvagent.bench.engines import NAP_SECONDS, Consumer, Producer
 from kvagent.bench.measure import OURS, Bench, Tick
 from kvagent.bench.shapes import Fragmentation, Request, Shape, Workload
@@ -21,14 +22,18 @@ __all__ = ["Calls", "Many", "Small", "measure_calls", "measure_many", "measure_s
 BLOCK_64K = Shape(layers=1, latent=2048)
 """A block of 16 tokens is one run of 64 KiB."""
 WARM_UP = 20
+REST_SECONDS = 0.002
+"""A ticket travels by way of a router: the offer is known by then."""
 
 
 class Small(msgspec.Struct, frozen=True):
-    """Microseconds from `fetch()` to `step()`; `raw_p50` of the same read by NIXL alone."""
+    """Microseconds from `fetch()` to `step()`; `raw_p50` of the same read by NIXL alone, and
+    `chain_p50` of the chain of processes and threads with nothing in it."""
 
     p50: float
     p99: float
     raw_p50: float
+    chain_p50: float
 
 
 def measure_small(bench: Bench, count: int, tick: Tick = lambda _: None) -> Small:
@@ -48,7 +53,7 @@ def measure_small(bench: Bench, count: int, tick: Tick = lambda _: None) -> Smal
             (name,) = bench.names(1)
             requests = {name: Request([block], [block], 16)}
             tickets = bench.far.offer(requests)
-            time.sleep(0.002)  # a ticket travels by way of a router: the offer is known by then
+            time.sleep(REST_SECONDS)
             took.append(consumer.fetch(requests, tickets)[0] * 1e6)
             bench.far.settle([name])
         single = msgspec.structs.replace(workload, concurrency=1)
@@ -58,11 +63,14 @@ def measure_small(bench: Bench, count: int, tick: Tick = lambda _: None) -> Smal
             tick("nixl")
             raw_took.append(raw.read("nixl", bench.far.expose("nixl")) * 1e6)
         bench.far.expose("")
+    tick("chain")
+    chain = measure_chain(count, REST_SECONDS)
     took = took[WARM_UP:]
     return Small(
         statistics.median(took),
         statistics.quantiles(took, n=100)[98],
         statistics.median(raw_took),
+        chain,
     )
 
 

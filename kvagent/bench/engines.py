@@ -99,9 +99,8 @@ class Producer(Engine):
             done = self.client.step().finished_sending or set()
             self._sent |= done
             left -= done
-            if time.monotonic() > until:
+            if left and not self.client.wait(until - time.monotonic()):
                 raise KVAgentError(f"{len(left)} offers did not end")
-            time.sleep(NAP_SECONDS)
         self._sent -= set(names)
 
 
@@ -114,9 +113,7 @@ class Consumer(Engine):
         self, requests: Mapping[str, Request], tickets: Sequence[Ticket]
     ) -> tuple[float, dict[str, float], dict[str, Any]]:
         """All of them at once: seconds until the last is reported by `step()`, seconds until each
-        is, and the statistics that came with them. Between calls of `step` the caller naps for 50
-        us: one that spins takes a core from the sidecars.
-        """
+        is, and the statistics that came with them."""
         left, ends, stats = set(requests), dict[str, float](), dict[str, Any]()
         step, clock = self.client.step, time.perf_counter
         calls = [

@@ -157,7 +157,8 @@ def _shared_memory(
 
 def _small(bench: Bench, scale: Scale, tick: Tick) -> Iterator[Point]:
     small = calls.measure_small(bench, scale.small, tick)
-    what = f"one 64 KiB block (raw NIXL: {small.raw_p50:.0f} us)"
+    beside = f"raw NIXL: {small.raw_p50:.0f} us; the empty chain: {small.chain_p50:.0f} us"
+    what = f"one 64 KiB block ({beside})"
     yield Point.at_most(3, f"{what}, p50", small.p50, 400, "us")
     yield Point.at_most(3, f"{what}, p99", small.p99, 2000, "us")
 
