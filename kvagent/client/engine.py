@@ -56,6 +56,7 @@ MAX_UNSENT = 64 << 20
 MAX_ATTEND = 1.0
 """Seconds; the thread may close the socket in the moment before it is waited at."""
 LOST_NAP = 0.02
+_ENDED = select.EPOLLHUP | select.EPOLLERR
 
 
 class EngineClient:
@@ -92,6 +93,8 @@ class EngineClient:
         self._wake_read, self._wake_write = socket.socketpair()
         self._poller = select.epoll()
         """The thread's."""
+        self._poller.register(self._socket, select.EPOLLIN)
+        self._poller.register(self._wake_read, select.EPOLLIN)
         self._attended = False
         """`wait` looks at what comes, and the thread need not."""
         self._closing = False
@@ -339,19 +342,28 @@ class EngineClient:
             time.sleep(min(timeout, LOST_NAP))
             return
         try:
-            poll = select.poll()
-            poll.register(self._socket, select.POLLIN)
-            poll.poll(timeout * 1e3)
-            with self._receive_lock:
-                there = self._receive()
-        except (OSError, ValueError):  # closed just now
-            there = False
-        with self._send_lock:
-            self._attended = False
-            if not self._lost:
-                self._watch()
+            there = self._take_next(timeout)
+        finally:
+            with self._send_lock:
+                self._attended = False
+                if not self._lost:
+                    self._watch()
         if not there:
             self.wait_lost(timeout)
+
+    def _take_next(self, timeout: float) -> bool:
+        """False when the connection has ended."""
+        try:
+            with self._receive_lock:  # what the thread began to take before that, it has taken now
+                news = bool(self._reports)
+            if not news:
+                poll = select.poll()
+                poll.register(self._socket, select.POLLIN)
+                poll.poll(timeout * 1e3)
+            with self._receive_lock:
+                return self._receive()
+        except (OSError, ValueError):  # closed just now
+            return False
 
     def _watch(self) -> None:
         """What the thread waits for. With the lock for sending."""
@@ -466,14 +478,14 @@ class EngineClient:
     def _run(self) -> None:
         poller, wake = self._poller, self._wake_read.fileno()
         try:
-            poller.register(self._socket, select.EPOLLIN)
-            poller.register(self._wake_read, select.EPOLLIN)
             while not self._closing:
-                for fd, _ in poller.poll():
+                for fd, events in poller.poll():
                     if fd == wake:
                         self._wake_read.recv(4096)
                         continue
                     with self._receive_lock:
+                        if self._attended and not events & _ENDED:
+                            continue  # the scheduler sleeps until it sees this
                         if not self._receive() and self._nonsense is None:
                             return
                 if self._nonsense is not None:

@@ -356,7 +356,11 @@ class NixlWorker:
             if remote.copier is None:
                 lane = self._lanes.copying(remote.meta.segments)
                 lane.agent.load(remote.meta.blob)
-                lane.agent.connect(remote.name)
+                try:
+                    lane.agent.connect(remote.name)
+                except FabricError:
+                    lane.agent.forget(remote.name)
+                    raise
                 remote.copier = lane
             lists = dataclasses.replace(prepared.lists, local_handle=0, remote_handle=0)
             remote.copier.agent.prepare(lists)
