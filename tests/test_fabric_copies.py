@@ -44,12 +44,10 @@ def peer(peers: dict[str, Peer]) -> Peer:
 
 async def copying(reader: Reader, peer: Peer, *, opens: int = 2) -> Any:
     """Prepared, and it is known how its bytes come. `opens` so many threads."""
-    _, prepared = await reader.prepare(peer)
     before = threads()
-    await reader.read(prepared, select(np.arange(ENOUGH), np.arange(ENOUGH)))
-    assert threads() == before, "not before the transport is known"
-    await reader.read(prepared, select(np.arange(ENOUGH), np.arange(ENOUGH)))
+    _, prepared = await reader.prepare(peer)
     assert threads() == before + opens
+    await reader.read(prepared, select(np.arange(ENOUGH), np.arange(ENOUGH)))
     reader.memory[:] = 0xFF
     return prepared
 
@@ -57,6 +55,10 @@ async def copying(reader: Reader, peer: Peer, *, opens: int = 2) -> Any:
 def threads() -> int:
     """Of this process, NIXL's included."""
     return len(list(Path(f"/proc/{os.getpid()}/task").iterdir()))
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.mark.parametrize("inflight", [64 << 10, MIB, 8 * MIB])
@@ -186,6 +188,55 @@ def test_fence_and_disconnect(peer: Peer) -> None:
     run(body)
 
 
+def test_who_keeps_an_error_does_not_keep_the_agent(peer: Peer, victim: Peer) -> None:
+    """Else a fence would destroy nothing, and its threads would go on writing."""
+
+    async def body() -> None:
+        async with Reader(inflight_bytes=MIB) as reader:
+            doomed = await copying(reader, victim)
+            reading = asyncio.create_task(read_until_it_fails(reader, doomed))
+            await asyncio.sleep(0.02)
+            victim.process.kill()
+            kept = await reading
+            before = threads()
+            other = await copying(reader, peer, opens=0)
+            reads = [asyncio.create_task(reader.read(other, everything())) for _ in range(16)]
+            await asyncio.sleep(0.001)
+            await reader.fabric.fence()
+            reader.memory[:] = 0xFF
+            ends = await asyncio.gather(*reads, return_exceptions=True)
+            assert any(isinstance(end, FabricError) for end in ends)
+            assert threads() == before - 2
+            await asyncio.sleep(0.05)
+            assert (reader.memory == 0xFF).all(), "written after the end"
+            assert isinstance(kept, PeerGoneError)
+
+    run(body)
+
+
+async def read_until_it_fails(reader: Reader, prepared: Any) -> FabricError:
+    while True:
+        try:
+            await reader.read(prepared, everything())
+        except FabricError as error:
+            return error
+
+
+def test_connected_again_and_again(peer: Peer) -> None:
+    """UCX keeps a peer's sockets as long as the agent that had it."""
+
+    async def body() -> None:
+        async with Reader() as reader:
+            found = []
+            for _ in range(12):
+                prepared = await copying(reader, peer)
+                found.append(open_files())
+                await reader.fabric.disconnect(prepared.remote)
+            assert found[-1] - found[3] <= 2 * (len(found) - 4), found
+
+    run(body)
+
+
 def test_released_and_prepared_anew(peer: Peer) -> None:
     async def body() -> None:
         async with Reader() as reader:
@@ -240,8 +291,8 @@ def test_over_tcp_there_are_none(peers: dict[str, Peer], monkeypatch: pytest.Mon
 
     async def body() -> None:
         async with Reader() as reader:
-            _, prepared = await reader.prepare(peers["tcp"])
             before = threads()
+            _, prepared = await reader.prepare(peers["tcp"])
             for _ in range(3):
                 await reader.read(prepared, everything(), CancelFlag())
             assert threads() == before

@@ -64,8 +64,8 @@ class _DefaultAgent(NixlAgent):
         self._backends = [self._api.backends["UCX"]]
 
     def destroy(self) -> None:
-        super().destroy()
         self._api = None
+        super().destroy()
 
 
 def _agent(way: Way, *, serving: bool) -> NixlAgent:

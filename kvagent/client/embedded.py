@@ -137,6 +137,10 @@ class EmbeddedAgent:
         """See `EngineClient.step`."""
         return self._scheduler().step()
 
+    def wait(self, timeout: float) -> bool:
+        """See `EngineClient.wait`."""
+        return self._scheduler().wait(timeout)
+
     def drain(self, timeout: float = 30.0) -> tuple[str, ...]:
         """See `EngineClient.drain`."""
         return self._scheduler().drain(timeout)

@@ -272,7 +272,8 @@ class EngineClient:
     def wait(self, timeout: float) -> bool:
         """Returns True as soon as `step()` has something to report or to raise, False after
         `timeout` seconds. For a scheduler that has nothing to compute meanwhile: one that calls
-        `step()` over and over takes a part of a core from the sidecar.
+        `step()` over and over takes a part of a core from the sidecar. That the sidecar is gone is
+        no report when nothing is open: see `wait_lost`.
         """
         until = time.monotonic() + timeout
         while not self._has_news():
@@ -355,13 +356,13 @@ class EngineClient:
         """False when the connection has ended."""
         try:
             with self._receive_lock:  # what the thread began to take before that, it has taken now
-                news = bool(self._reports)
+                news = bool(self._reports) or self._nonsense is not None
             if not news:
                 poll = select.poll()
                 poll.register(self._socket, select.POLLIN)
                 poll.poll(timeout * 1e3)
             with self._receive_lock:
-                return self._receive()
+                return self._receive() and self._nonsense is None
         except (OSError, ValueError):  # closed just now
             return False
 

@@ -7,7 +7,9 @@ and that spins a core for ever. Not thread-safe; what to read and when is decide
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -89,8 +91,13 @@ class NixlAgent:
             raise FabricError(f"NIXL agent {name}: {error}") from error
 
     def destroy(self) -> None:
-        """Ends all that is in flight: when it returns, no read of this agent writes any more."""
-        self._agent = None
+        """Ends all that is in flight: when it returns, no read of this agent writes any more.
+        Raises `RuntimeError` when something still holds NIXL's agent: then nothing has ended."""
+        held, self._agent = weakref.ref(self._agent), None
+        if held() is not None:
+            gc.collect()
+        if held() is not None:
+            raise RuntimeError(f"NIXL agent {self.name} is held by {gc.get_referrers(held())}")
 
     # ------------------------------------------------------------ memory
 
@@ -201,13 +208,14 @@ class NixlAgent:
 
     def done(self, handle: int, peer: str) -> bool:
         """Makes progress; False while the read is in flight. Errors as in `post`."""
-        look = self._agent.getXferStatus
+        # No name here for a method of NIXL's agent: whoever keeps the error keeps this frame, and
+        # with it an agent that the fence means to destroy.
         try:
-            state = look(handle)
+            state = self._agent.getXferStatus(handle)
             for _ in range(self._more_looks):
                 if state != bindings.NIXL_IN_PROG:
                     break
-                state = look(handle)
+                state = self._agent.getXferStatus(handle)
         except _NIXL_ERRORS as error:
             raise _translate(error, peer, posted=True) from error
         if state == bindings.NIXL_IN_PROG:

@@ -117,6 +117,11 @@ class Lanes:
         kind = _Kind(segments, copies=True)
         return self._open.get(kind) or self._new(kind)
 
+    def close(self, lane: Lane) -> None:
+        """One that nobody reads with any more: UCX keeps the sockets of the peers it had."""
+        self._open = {kind: each for kind, each in self._open.items() if each is not lane}
+        lane.agent.destroy()
+
     def _new(self, kind: _Kind) -> Lane:
         """Raises `FabricError`."""
         agent = NixlAgent(

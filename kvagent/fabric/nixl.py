@@ -125,6 +125,7 @@ class NixlFabric:
             )
             await future
             check_probe(meta, remote.landing.tobytes())
+            await self._call(lambda worker: worker.meet_copier(remote))
         except PeerGoneError as error:
             self._abandon(remote)
             raise PeerGoneError(

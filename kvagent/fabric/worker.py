@@ -22,7 +22,7 @@ import numpy as np
 
 from kvagent.core.regions import MemoryRange
 from kvagent.core.stats import ReadStats
-from kvagent.errors import FabricError, HandshakeError, PeerGoneError
+from kvagent.errors import FabricError, HandshakeError
 from kvagent.fabric.agent import NixlAgent, PreparedLists
 from kvagent.fabric.base import (
     PROBE_BYTES,
@@ -36,7 +36,7 @@ from kvagent.fabric.base import (
 from kvagent.fabric.lanes import COPIED_BYTES, Lane, Lanes
 from kvagent.fabric.pieces import NO_EXTRA, Piece, Rows, split
 from kvagent.fabric.place import Place, read_place
-from kvagent.fabric.reads import Peer, Read
+from kvagent.fabric.reads import Peer, Read, UncertainError
 from kvagent.fabric.segments import are_pinned, own_segments
 from kvagent.fabric.witness import Carried, Witness
 
@@ -48,6 +48,9 @@ Resolve = Callable[[ReadStats | FabricError], None]
 
 RETRY_SECONDS = 1.0
 """Between attempts to make a fetching agent."""
+
+WARM_UPS = 3
+WARM_UP_SECONDS = 1.0
 
 _FIRST = np.zeros(1, np.int32)
 
@@ -61,8 +64,6 @@ class NixlRemote(RemoteAgent):
         self.lane = lane
         self.copier: Lane | None = None
         """For large reads, once it is known that they are copies on this host."""
-        self.uncopied = False
-        """There can be no copier."""
         self.peer = Peer(meta.agent)
         self.peer.watched.same_host = here.same_host(meta.place)
         self.copied = Peer(meta.agent, watched=self.peer.watched)
@@ -82,6 +83,11 @@ class NixlRemote(RemoteAgent):
     @property
     def carried(self) -> Carried | None:
         return self.peer.watched.carried
+
+    @property
+    def is_copied(self) -> bool:
+        """By what is known so far."""
+        return self.carried is not None and self.carried.transport == "shared_memory"
 
     @property
     def busy(self) -> bool:
@@ -279,8 +285,12 @@ class NixlWorker:
         remote.retired += remote.prepared
         remote.prepared.clear()
         self._unprepare_retired(remote)
-        if remote.copier is not None:
-            remote.copier.agent.forget(remote.name)
+        copier, remote.copier = remote.copier, None
+        if copier is not None:
+            copier.agent.forget(remote.name)
+            copier.agent.deregister(remote.landing_range)
+            if not any(other.copier is copier for other in self._remotes.values()):
+                self._lanes.close(copier)
         agent = remote.lane.agent
         agent.unprepare(remote.probe)
         agent.forget(remote.name)
@@ -344,34 +354,57 @@ class NixlWorker:
         )
 
     def _lists_of_copier(self, remote: NixlRemote, prepared: NixlPrepared) -> PreparedLists | None:
-        """None when its reads are no copies. Raises `PeerGoneError`."""
-        if prepared.copied is not None:
-            return prepared.copied
-        carried = remote.carried
-        if remote.peer.watched.undecided or carried is None or remote.uncopied:
+        """None when its reads are no copies, or not known to be."""
+        if remote.copier is None or remote.peer.watched.undecided or not remote.is_copied:
             return None
-        if carried.transport != "shared_memory":
-            return None
-        try:
-            if remote.copier is None:
-                lane = self._lanes.copying(remote.meta.segments)
-                lane.agent.load(remote.meta.blob)
-                try:
-                    lane.agent.connect(remote.name)
-                except FabricError:
-                    lane.agent.forget(remote.name)
-                    raise
-                remote.copier = lane
+        if prepared.copied is None:
             lists = dataclasses.replace(prepared.lists, local_handle=0, remote_handle=0)
             remote.copier.agent.prepare(lists)
-        except PeerGoneError:
+            prepared.copied = lists
+        return prepared.copied
+
+    def meet_copier(self, remote: NixlRemote) -> None:
+        """After the probe, and before anybody waits for bytes: a new agent takes 0.1 s, a peer that
+        is new to one some hundredths. Without a copier large reads take the way of small ones."""
+        if remote is not self._remotes.get(remote.name) or not remote.is_copied:
+            return
+        try:
+            lane = self._lanes.copying(remote.meta.segments)
+            agent = lane.agent
+            agent.load(remote.meta.blob)
+            try:
+                agent.connect(remote.name)
+                agent.register([remote.landing_range])
+                self._warm_up(remote, agent)
+            except FabricError:
+                agent.forget(remote.name)
+                raise
+        except UncertainError as error:
+            self.fence(str(error))
             raise
         except FabricError as error:
-            remote.uncopied = True
             log.warning("%s: large reads take the way of small ones: %s", remote.name, error)
-            return None
-        prepared.copied = lists
-        return lists
+            return
+        remote.copier = lane
+
+    @staticmethod
+    def _warm_up(remote: NixlRemote, agent: NixlAgent) -> None:
+        """Each of its threads connects with its first read."""
+        here, there = remote.landing.ctypes.data, remote.meta.probe_address
+        lists = PreparedLists(remote.name, _bytes_at(here), _bytes_at(there))
+        agent.prepare(lists)
+        index = np.array([0, 2], np.int32)  # not neighbours, which would be merged
+        until = time.monotonic() + WARM_UP_SECONDS
+        try:
+            for _ in range(WARM_UPS):
+                handle = agent.post(lists, Piece(2, index, index, NO_EXTRA))
+                while not agent.done(handle, remote.name):
+                    if time.monotonic() > until:
+                        raise UncertainError(f"the threads for {remote.name} do not read")
+                    time.sleep(0)
+                agent.free(handle)
+        finally:
+            agent.unprepare(lists)
 
     def _known(self, remote: RemoteAgent) -> NixlRemote:
         known = self._remotes.get(remote.name)
@@ -382,3 +415,7 @@ class NixlWorker:
 
 def _row(address: int) -> Rows:
     return Rows(np.array([[address, PROBE_BYTES, 0, PROBE_BYTES, 1]], np.uint64))
+
+
+def _bytes_at(address: int) -> Rows:
+    return Rows(np.array([[address, 1, 0, 1, PROBE_BYTES]], np.uint64))
