@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,6 +106,9 @@ def test_what_could_not_be_sent_goes_out_meanwhile(engines: Engines) -> None:
 
     class Full:
         """A socket that takes nothing."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
 
         def send(self, data: bytes) -> int:
             raise BlockingIOError
