@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -60,6 +61,7 @@ class Options:
 
 def serve_peer(address: str, transport: str) -> None:
     """Plays the producer for another machine's benchmark, until SIGTERM or SIGINT."""
+    print(f"There: kvagent bench --peer {address} --transport {transport}", flush=True)
     with exit_on_sigterm():
         serve(address, _one_of(Transport, transport, "--transport"))
 
@@ -72,6 +74,15 @@ def measure(options: Options) -> bool:
         transport = Transport.tcp
     if options.plot_file:
         require_matplotlib()
+    if options.quick and not options.targets:
+        raise ConfigError("--quick is for --targets; elsewhere: --size and --rounds")
+    if options.block_sizes and min(options.block_sizes) < 1:
+        raise ConfigError("--block-size: a block has 1 token or more")
+    for option, file in (("--json", options.json_file), ("--plot", options.plot_file)):
+        if file and not Path(file).parent.is_dir():
+            raise ConfigError(f"{option} {file}: there is no such folder")
+    if options.peer and "://" not in options.peer:
+        options = dataclasses.replace(options, peer=f"http://{options.peer}")
     if options.netns and (why := why_no_netns()):
         raise ConfigError(f"--netns: {why}")
     if options.mooncake and (options.peer or transport is Transport.shm):
