@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvagent.core.regions import MemoryRange
 from kvagent.errors import FabricError, PeerGoneError
 from kvagent.fabric.base import CancelFlag, ReadCancelled
 from tests.test_fabric_nixl import (
@@ -299,3 +300,13 @@ def test_over_tcp_there_are_none(peers: dict[str, Peer], monkeypatch: pytest.Mon
             assert np.array_equal(reader.words(), EXPECTED)
 
     run(body)
+
+
+def test_a_log_record_does_not_keep_the_agent(caplog: pytest.LogCaptureFixture) -> None:
+    from kvagent.fabric.agent import NixlAgent
+    from kvagent.fabric.segments import LARGE
+
+    agent = NixlAgent("reader/0/fetch", serving=False, segments=LARGE)
+    agent.deregister(MemoryRange(0x1000, 4096))  # which was never registered
+    assert "deregisterMem" in caplog.text
+    agent.destroy()

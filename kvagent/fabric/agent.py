@@ -232,7 +232,8 @@ class NixlAgent:
         try:
             call(*args)
         except _NIXL_ERRORS as error:
-            log.warning("%s: %s: %s", self.name, call.__name__, error)
+            # As text: the error has this frame, and with `call` the agent, and logs are kept.
+            log.warning("%s: %s: %s", self.name, call.__name__, str(error))
 
 
 def _descriptors(kind: Kind, extra: RowArray, column: int, device: int) -> Any:
