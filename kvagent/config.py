@@ -66,11 +66,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How long after `fetch_timeout` reads still in flight are waited for before they are cut off.
     Other reads get as long to finish first."""
     piece_bytes: int = 2 << 20
-    """Bytes handed to NIXL in one post, 4096 or more; large reads over shared memory:
-    `inflight_bytes`."""
+    """Bytes handed to NIXL in one post, 4096 or more; over shared memory, where a post copies, up
+    to `inflight_bytes`."""
     inflight_bytes: int = 8 << 20
-    """Most bytes in flight from one peer rank; large reads over shared memory: four times as many.
-    With much more over TCP, a reader that is killed can crash its producer inside UCX."""
+    """Most bytes in flight from one peer rank. With much more over TCP, a reader that is killed can
+    crash its producer inside UCX."""
     staging_bytes: int = 32 << 20
     """Buffer for reads whose runs are short: whole blocks are read into it and permuted from there.
     It lies where the cache does, on host or GPU. Made when the first peer needs it; 0: none. States

@@ -542,9 +542,9 @@ def test_nixl_is_imported_only_when_a_fabric_starts() -> None:
 
 def test_no_agent_can_be_made_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a link is down: reads fail, others go on reading from us, and it heals by itself."""
-    from kvagent.fabric import lanes, worker
+    from kvagent.fabric import worker as module
 
-    real = lanes.NixlAgent
+    real = module.NixlAgent
     down: list[bool] = []
 
     def agent(name: str, **options: Any) -> Any:
@@ -552,8 +552,8 @@ def test_no_agent_can_be_made_for_a_while(monkeypatch: pytest.MonkeyPatch) -> No
             raise FabricError("network device is not available")
         return real(name, **options)
 
-    monkeypatch.setattr(lanes, "NixlAgent", agent)
-    monkeypatch.setattr(worker, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(module, "NixlAgent", agent)
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.1)
 
     async def work() -> None:
         here, there = NixlFabric("here"), NixlFabric("there")

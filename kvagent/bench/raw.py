@@ -58,7 +58,6 @@ class _DefaultAgent(NixlAgent):
         from nixl._api import nixl_agent
 
         self.name = name
-        self._more_looks = 0
         self._api = nixl_agent(name)
         self._agent = self._api.agent
         self._backends = [self._api.backends["UCX"]]

@@ -66,12 +66,13 @@ class PreparedLists:
 
 class NixlAgent:
     """`serving`: with a progress thread, to be read from. Otherwise it reads, when polled, from
-    agents with the same `segments`; None: what UCX and its environment say. `threads` of NIXL's
-    share the descriptors of each read."""
+    agents with the same `segments`; None: what UCX and its environment say.
 
-    def __init__(
-        self, name: str, *, serving: bool, segments: Segments | None, threads: int = 0
-    ) -> None:
+    NIXL could let several threads share a read (`num_threads`). It is not asked to: destroying
+    such an agent after a peer was killed in the middle of a read aborts the process, inside UCX.
+    """
+
+    def __init__(self, name: str, *, serving: bool, segments: Segments | None) -> None:
         config = bindings.nixlAgentConfig()
         config.useProgThread = serving
         config.pthrDelay = SERVING_POLL_MICROSECONDS
@@ -79,13 +80,10 @@ class NixlAgent:
             bindings.NIXL_THREAD_SYNC_STRICT if serving else bindings.NIXL_THREAD_SYNC_NONE
         )
         self.name = name
-        self._more_looks = 0 if threads else MORE_LOOKS
         try:
             self._agent: Any = bindings.nixlAgent(name, config)
             defaults, _ = self._agent.getPluginParams("UCX")
             params = defaults | (segments.params if segments is not None else {})
-            if threads:
-                params |= {"num_threads": str(threads), "split_batch_size": "1"}
             self._backends = [self._agent.createBackend("UCX", params)]
         except _NIXL_ERRORS as error:
             raise FabricError(f"NIXL agent {name}: {error}") from error
@@ -212,7 +210,7 @@ class NixlAgent:
         # with it an agent that the fence means to destroy.
         try:
             state = self._agent.getXferStatus(handle)
-            for _ in range(self._more_looks):
+            for _ in range(MORE_LOOKS):
                 if state != bindings.NIXL_IN_PROG:
                     break
                 state = self._agent.getXferStatus(handle)

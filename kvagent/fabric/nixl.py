@@ -48,7 +48,6 @@ log = logging.getLogger(__name__)
 TIGHT_SECONDS = 10e-3
 """A piece takes less on any link that this is for."""
 NAP = 1e-3
-COPY_NAP = 1e-4
 MAX_WAIT = 0.2
 """Seconds between looks at a worker that cannot read for the moment."""
 
@@ -125,7 +124,6 @@ class NixlFabric:
             )
             await future
             check_probe(meta, remote.landing.tobytes())
-            await self._call(lambda worker: worker.meet_copier(remote))
         except PeerGoneError as error:
             self._abandon(remote)
             raise PeerGoneError(
@@ -276,12 +274,10 @@ class NixlFabric:
     def _wait(self, worker: NixlWorker, quiet: float) -> None:
         """For a command, as long as there is nothing else to do; `quiet` seconds nothing has
         happened."""
-        wait: float | None = MAX_WAIT if worker.trouble else None
-        if worker.active:
-            wait = COPY_NAP if worker.copies_only else NAP
-            if quiet < TIGHT_SECONDS and not worker.copies_only:
-                time.sleep(0)  # the event loop may need the interpreter
-                return
+        if worker.active and quiet < TIGHT_SECONDS:
+            time.sleep(0)  # the event loop may need the interpreter
+            return
+        wait = NAP if worker.active else MAX_WAIT if worker.trouble else None
         try:
             self._obey(worker, self._commands.get(timeout=wait))
         except queue.Empty:

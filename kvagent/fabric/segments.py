@@ -18,15 +18,7 @@ import msgspec
 
 from kvagent.errors import ConfigError
 
-__all__ = [
-    "LARGE",
-    "RECEIVE",
-    "SEND",
-    "UCX_DEFAULT",
-    "Segments",
-    "are_pinned",
-    "own_segments",
-]
+__all__ = ["LARGE", "UCX_DEFAULT", "Segments", "are_pinned", "own_segments"]
 
 SEND, RECEIVE = "UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"
 _SIZE = re.compile(r"(\d+)([kmg]?)b?", re.IGNORECASE)

@@ -1,15 +1,15 @@
 """What the fabric's thread owns: the two NIXL agents, the peers, the reads. All of it synchronous.
 
 The **serving** agent's metadata is what peers get; it has a progress thread and lives as long as
-the fabric. The **fetching** agents (`lanes`) do our own reads and are polled only while there are
-any. Destroying them is the fence: the only way to end a read whose peer hangs, and one that whoever
+the fabric. A **fetching** agent does our own reads and is polled only while there are any: one for
+all peers whose TCP segments are ours, and one more for each other size that a peer has.
+Destroying them is the fence: the only way to end a read whose peer hangs, and one that whoever
 reads from us does not notice. Every incarnation of an agent has a name of its own, since NIXL
 refuses a known name with new metadata.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 import os
@@ -32,12 +32,12 @@ from kvagent.fabric.base import (
     Prepared,
     RemoteAgent,
     Selection,
+    ignore,
 )
-from kvagent.fabric.lanes import COPIED_BYTES, Lane, Lanes
 from kvagent.fabric.pieces import NO_EXTRA, Piece, Rows, split
 from kvagent.fabric.place import Place, read_place
-from kvagent.fabric.reads import Peer, Read, UncertainError
-from kvagent.fabric.segments import are_pinned, own_segments
+from kvagent.fabric.reads import Peer, Read, ReadQueue
+from kvagent.fabric.segments import Segments, are_pinned, own_segments
 from kvagent.fabric.witness import Carried, Witness
 
 __all__ = ["NixlPrepared", "NixlRemote", "NixlWorker"]
@@ -49,10 +49,18 @@ Resolve = Callable[[ReadStats | FabricError], None]
 RETRY_SECONDS = 1.0
 """Between attempts to make a fetching agent."""
 
-WARM_UPS = 3
-WARM_UP_SECONDS = 1.0
+MAX_LANES = 4
+"""Sizes of segments that peers may have at the same time."""
 
 _FIRST = np.zeros(1, np.int32)
+
+
+class Lane:
+    """A fetching agent and its reads."""
+
+    def __init__(self, agent: NixlAgent, queue: ReadQueue[PreparedLists]) -> None:
+        self.agent = agent
+        self.queue = queue
 
 
 class NixlRemote(RemoteAgent):
@@ -60,14 +68,9 @@ class NixlRemote(RemoteAgent):
 
     def __init__(self, meta: PeerMetadata, here: Place, lane: Lane) -> None:
         super().__init__(meta.agent)
-        self.meta = meta
         self.lane = lane
-        self.copier: Lane | None = None
-        """For large reads, once it is known that they are copies on this host."""
         self.peer = Peer(meta.agent)
         self.peer.watched.same_host = here.same_host(meta.place)
-        self.copied = Peer(meta.agent, watched=self.peer.watched)
-        """The same peer, with the copier's bytes in flight."""
         self.landing = np.zeros(PROBE_BYTES, np.uint8)
         self.prepared: set[NixlPrepared] = set()
         self.probe = PreparedLists(
@@ -75,7 +78,7 @@ class NixlRemote(RemoteAgent):
             _row(self.landing.ctypes.data),
             _row(meta.probe_address),
         )
-        self.retired: list[NixlPrepared] = []
+        self.retired: list[PreparedLists] = []
         """Released, but a read may still use them."""
         self.forgotten: list[Callable[[], None]] = []
         """To be called when its last read is terminal and NIXL has dropped it."""
@@ -83,16 +86,6 @@ class NixlRemote(RemoteAgent):
     @property
     def carried(self) -> Carried | None:
         return self.peer.watched.carried
-
-    @property
-    def is_copied(self) -> bool:
-        """By what is known so far."""
-        return self.carried is not None and self.carried.transport == "shared_memory"
-
-    @property
-    def busy(self) -> bool:
-        copying = self.copier is not None and self.copier.queue.busy(self.copied)
-        return copying or self.lane.queue.busy(self.peer)
 
     @property
     def landing_range(self) -> MemoryRange:
@@ -103,8 +96,6 @@ class NixlPrepared(Prepared):
     def __init__(self, remote: NixlRemote, lists: PreparedLists) -> None:
         super().__init__(remote)
         self.lists = lists
-        self.copied: PreparedLists | None = None
-        """The same for the copier."""
 
 
 class NixlWorker:
@@ -113,38 +104,64 @@ class NixlWorker:
     def __init__(self, name: str, piece_bytes: int, inflight_bytes: int) -> None:
         self._prefix = name
         self._segments = own_segments(os.environ)
+        self._pinned = are_pinned(os.environ)
+        self._piece_bytes = piece_bytes
+        self._inflight_bytes = inflight_bytes
+        self._ranges: list[MemoryRange] = []
         self._canary = np.frombuffer(os.urandom(PROBE_BYTES), np.uint8)
         self._remotes: dict[str, NixlRemote] = {}
         self._leaving: set[NixlRemote] = set()
         """Remotes with something to let go once they have no read."""
+        self._lanes: dict[Segments, Lane] = {}
+        """By what their peers have; without the one for our own, nothing can be read."""
         self._open_at = 0.0
         self.trouble = ""
         """Why nothing can be read for the moment."""
         self._place = read_place()
         self._witness = Witness()
-        self._serving = NixlAgent(
-            f"{name}/{uuid.uuid4().hex}/serve", serving=True, segments=self._segments
-        )
+        self._serving = self._new_agent("serve", self._segments)
         self._serving.register([MemoryRange(self._canary.ctypes.data, PROBE_BYTES)])
-        self._lanes = Lanes(
-            name,
-            self._segments,
-            pinned=are_pinned(os.environ),
-            piece_bytes=piece_bytes,
-            inflight_bytes=inflight_bytes,
-            witness=self._witness,
+        self._open(self._segments)
+
+    def _open(self, segments: Segments) -> Lane:
+        agent = self._new_agent("fetch", segments)
+        agent.register(self._ranges)
+        queue: ReadQueue[PreparedLists] = ReadQueue(
+            agent, self._inflight_bytes, time.monotonic, self._witness, self._inflight_bytes // 2
         )
-        self._lanes.start()
+        self._lanes[segments] = lane = Lane(agent, queue)
+        return lane
+
+    def _lane(self, segments: Segments) -> Lane:
+        """For peers that have such segments."""
+        if not self._lanes:
+            raise FabricError(f"nothing can be read: {self.trouble}")
+        lane = self._lanes.get(segments)
+        if lane is None:
+            if self._pinned:
+                own = self._segments
+                raise HandshakeError(
+                    f"its TCP segments are {segments.send} and {segments.receive} bytes, and here "
+                    f"UCX_TCP_TX_SEG_SIZE or UCX_TCP_RX_SEG_SIZE make them {own.send} and "
+                    f"{own.receive}: unset both, and the right ones are chosen"
+                )
+            if len(self._lanes) >= MAX_LANES:
+                raise HandshakeError(
+                    f"its TCP segments are {segments.send} and {segments.receive} bytes, and "
+                    f"{MAX_LANES} other sizes are in use: give all sidecars the same "
+                    "UCX_TCP_TX_SEG_SIZE and UCX_TCP_RX_SEG_SIZE, or none"
+                )
+            lane = self._open(segments)
+        return lane
+
+    def _new_agent(self, role: str, segments: Segments) -> NixlAgent:
+        name = f"{self._prefix}/{uuid.uuid4().hex}/{role}"
+        return NixlAgent(name, serving=role == "serve", segments=segments)
 
     @property
     def active(self) -> bool:
         """Whether `step` has anything to do."""
-        return any(lane.queue.reads for lane in self._lanes)
-
-    @property
-    def copies_only(self) -> bool:
-        """Whether all that is being read comes by itself, and polling only takes time from it."""
-        return all(lane.copies for lane in self._lanes if lane.queue.reads)
+        return any(lane.queue.reads for lane in self._lanes.values())
 
     def close(self) -> None:
         self._end("the fabric was closed")
@@ -160,7 +177,7 @@ class NixlWorker:
         """UCX makes no agent while a network device that it was told to use has no link: then this
         is tried again, and what we serve is not concerned."""
         try:
-            self._lanes.start()
+            self._open(self._segments)
         except FabricError as error:
             if not self.trouble:
                 log.error("%s: no fetching agent, trying again: %s", self._prefix, error)
@@ -171,7 +188,10 @@ class NixlWorker:
             self.trouble = ""
 
     def _end(self, reason: str) -> None:
-        self._lanes.end(reason)
+        lanes, self._lanes = list(self._lanes.values()), {}
+        for lane in lanes:
+            lane.agent.destroy()
+            lane.queue.abort(FabricError(f"fenced: {reason}"))
         self._leaving.clear()
         remotes, self._remotes = self._remotes, {}
         for remote in remotes.values():
@@ -186,12 +206,12 @@ class NixlWorker:
                 self._open_again(now)
             return False
         changed = False
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             changed |= lane.queue.step()
             if lane.queue.uncertain is not None:
                 self.fence(str(lane.queue.uncertain))
                 return True
-        for remote in [remote for remote in self._leaving if not remote.busy]:
+        for remote in [peer for peer in self._leaving if not peer.lane.queue.busy(peer.peer)]:
             self._leaving.discard(remote)
             if remote.forgotten:
                 self._drop(remote)
@@ -203,7 +223,9 @@ class NixlWorker:
 
     def register(self, ranges: Sequence[MemoryRange]) -> None:
         self._serving.register(ranges)
-        self._lanes.register(ranges)
+        for lane in self._lanes.values():
+            lane.agent.register(ranges)
+        self._ranges += ranges
 
     def metadata(self, options: dict[str, str]) -> PeerMetadata:
         blob = self._serving.metadata()
@@ -224,9 +246,7 @@ class NixlWorker:
         """A peer whose probe has still to be read."""
         if meta.agent in self._remotes:
             raise FabricError(f"{meta.agent} is connected already, or reads from it have to end")
-        if not self._lanes:
-            raise FabricError(f"nothing can be read: {self.trouble}")
-        remote = NixlRemote(meta, self._place, self._lanes.of(meta.segments))
+        remote = NixlRemote(meta, self._place, self._lane(meta.segments))
         agent = remote.lane.agent
         self._witness.meet(remote.peer.watched)
         name = agent.load(meta.blob)
@@ -245,17 +265,7 @@ class NixlWorker:
 
     def probe(self, remote: NixlRemote, cancelled: CancelFlag, resolve: Resolve) -> None:
         piece = Piece(PROBE_BYTES, _FIRST, _FIRST, NO_EXTRA)
-        remote.lane.queue.add(
-            Read(
-                peer=remote.peer,
-                pieces=deque([(remote.probe, piece)]),
-                nbytes=PROBE_BYTES,
-                descriptors=1,
-                cancelled=cancelled,
-                submitted=0.0,
-                resolve=resolve,
-            )
-        )
+        self._add(remote, [(remote.probe, piece)], PROBE_BYTES, 1, cancelled, ignore, 0.0, resolve)
 
     def forget(self, remote: RemoteAgent, done: Callable[[], None]) -> None:
         """Ends the peer's reads; `done` is called when it is forgotten, or was long ago."""
@@ -264,37 +274,24 @@ class NixlWorker:
             done()
             return
         known.forgotten.append(done)
-        if known.busy:
-            error = FabricError(f"{known.name} was disconnected")
-            known.lane.queue.stop(known.peer, error)
-            if known.copier is not None:
-                known.copier.queue.stop(known.copied, error)
+        if known.lane.queue.busy(known.peer):
+            known.lane.queue.stop(known.peer, FabricError(f"{known.name} was disconnected"))
             self._leaving.add(known)
         else:
             self._leaving.discard(known)
             self._drop(known)
 
     def _unprepare_retired(self, remote: NixlRemote) -> None:
-        for prepared in remote.retired:
-            remote.lane.agent.unprepare(prepared.lists)
-            if prepared.copied is not None and remote.copier is not None:
-                remote.copier.agent.unprepare(prepared.copied)
+        for lists in remote.retired:
+            remote.lane.agent.unprepare(lists)
         remote.retired.clear()
 
     def _drop(self, remote: NixlRemote) -> None:
-        remote.retired += remote.prepared
+        remote.retired += [remote.probe, *(prepared.lists for prepared in remote.prepared)]
         remote.prepared.clear()
         self._unprepare_retired(remote)
-        copier, remote.copier = remote.copier, None
-        if copier is not None:
-            copier.agent.forget(remote.name)
-            copier.agent.deregister(remote.landing_range)
-            if not any(other.copier is copier for other in self._remotes.values()):
-                self._lanes.close(copier)
-        agent = remote.lane.agent
-        agent.unprepare(remote.probe)
-        agent.forget(remote.name)
-        agent.deregister(remote.landing_range)
+        remote.lane.agent.forget(remote.name)
+        remote.lane.agent.deregister(remote.landing_range)
         del self._remotes[remote.name]
         self._witness.forget(remote.peer.watched)
         for done in remote.forgotten:
@@ -318,7 +315,7 @@ class NixlWorker:
         if remote is prepared.remote and prepared in remote.prepared:
             assert isinstance(prepared, NixlPrepared)
             remote.prepared.discard(prepared)
-            remote.retired.append(prepared)
+            remote.retired.append(prepared.lists)
             self._leaving.add(remote)
 
     def read(
@@ -334,77 +331,46 @@ class NixlWorker:
         if prepared not in remote.prepared:
             raise FabricError("these descriptor lists were released")
         assert isinstance(prepared, NixlPrepared)
-        lane, peer, lists = remote.lane, remote.peer, prepared.lists
-        if selection.nbytes >= COPIED_BYTES:
-            copied = self._lists_of_copier(remote, prepared)
-            if copied is not None and remote.copier is not None:
-                lane, peer, lists = remote.copier, remote.copied, copied
-        pieces = split(lists.local, lists.remote, selection, lane.piece_bytes)
-        lane.queue.add(
+        lists = prepared.lists
+        carried = remote.carried
+        copies = carried is not None and carried.transport == "shared_memory"
+        # A post that copies is over when it returns: several of them in flight are of no use.
+        piece_bytes = self._inflight_bytes if copies else self._piece_bytes
+        pieces = split(lists.local, lists.remote, selection, piece_bytes)
+        self._add(
+            remote,
+            [(lists, piece) for piece in pieces],
+            selection.nbytes,
+            selection.descriptors,
+            cancelled,
+            landed,
+            submitted,
+            resolve,
+        )
+
+    def _add(
+        self,
+        remote: NixlRemote,
+        pieces: list[tuple[PreparedLists, Piece]],
+        nbytes: int,
+        descriptors: int,
+        cancelled: CancelFlag,
+        landed: Callable[[int], None],
+        submitted: float,
+        resolve: Resolve,
+    ) -> None:
+        remote.lane.queue.add(
             Read(
-                peer=peer,
-                pieces=deque((lists, piece) for piece in pieces),
-                nbytes=selection.nbytes,
-                descriptors=selection.descriptors,
+                peer=remote.peer,
+                pieces=deque(pieces),
+                nbytes=nbytes,
+                descriptors=descriptors,
                 cancelled=cancelled,
                 submitted=submitted,
                 resolve=resolve,
                 landed=landed,
             )
         )
-
-    def _lists_of_copier(self, remote: NixlRemote, prepared: NixlPrepared) -> PreparedLists | None:
-        """None when its reads are no copies, or not known to be."""
-        if remote.copier is None or remote.peer.watched.undecided or not remote.is_copied:
-            return None
-        if prepared.copied is None:
-            lists = dataclasses.replace(prepared.lists, local_handle=0, remote_handle=0)
-            remote.copier.agent.prepare(lists)
-            prepared.copied = lists
-        return prepared.copied
-
-    def meet_copier(self, remote: NixlRemote) -> None:
-        """After the probe, and before anybody waits for bytes: a new agent takes 0.1 s, a peer that
-        is new to one some hundredths. Without a copier large reads take the way of small ones."""
-        if remote is not self._remotes.get(remote.name) or not remote.is_copied:
-            return
-        try:
-            lane = self._lanes.copying(remote.meta.segments)
-            agent = lane.agent
-            agent.load(remote.meta.blob)
-            try:
-                agent.connect(remote.name)
-                agent.register([remote.landing_range])
-                self._warm_up(remote, agent)
-            except FabricError:
-                agent.forget(remote.name)
-                raise
-        except UncertainError as error:
-            self.fence(str(error))
-            raise
-        except FabricError as error:
-            log.warning("%s: large reads take the way of small ones: %s", remote.name, error)
-            return
-        remote.copier = lane
-
-    @staticmethod
-    def _warm_up(remote: NixlRemote, agent: NixlAgent) -> None:
-        """Each of its threads connects with its first read."""
-        here, there = remote.landing.ctypes.data, remote.meta.probe_address
-        lists = PreparedLists(remote.name, _bytes_at(here), _bytes_at(there))
-        agent.prepare(lists)
-        index = np.array([0, 2], np.int32)  # not neighbours, which would be merged
-        until = time.monotonic() + WARM_UP_SECONDS
-        try:
-            for _ in range(WARM_UPS):
-                handle = agent.post(lists, Piece(2, index, index, NO_EXTRA))
-                while not agent.done(handle, remote.name):
-                    if time.monotonic() > until:
-                        raise UncertainError(f"the threads for {remote.name} do not read")
-                    time.sleep(0)
-                agent.free(handle)
-        finally:
-            agent.unprepare(lists)
 
     def _known(self, remote: RemoteAgent) -> NixlRemote:
         known = self._remotes.get(remote.name)
@@ -415,7 +381,3 @@ class NixlWorker:
 
 def _row(address: int) -> Rows:
     return Rows(np.array([[address, PROBE_BYTES, 0, PROBE_BYTES, 1]], np.uint64))
-
-
-def _bytes_at(address: int) -> Rows:
-    return Rows(np.array([[address, 1, 0, 1, PROBE_BYTES]], np.uint64))
