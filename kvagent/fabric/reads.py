@@ -36,9 +36,10 @@ class UncertainError(FabricError):
 
 
 class Poster(Protocol[L_contra]):
-    """What starts and checks the read of one piece: `NixlAgent`, with its prepared lists."""
+    """What starts and checks the read of one piece: `Hands`, with prepared lists. `more`: another
+    piece waits to be posted."""
 
-    def post(self, lists: L_contra, piece: Piece) -> int: ...
+    def post(self, lists: L_contra, piece: Piece, more: bool) -> int: ...
     def done(self, handle: int, peer: str) -> bool: ...
     def free(self, handle: int) -> None: ...
 
@@ -161,7 +162,7 @@ class ReadQueue(Generic[L]):
         for each, _ in shares:
             each.first_post = each.first_post or begin
         try:
-            handle = self._poster.post(lists, piece)
+            handle = self._poster.post(lists, piece, any(each.pieces for each in self.reads))
         except FabricError as error:
             self._failed(shares, error)
         else:
