@@ -66,7 +66,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How long after `fetch_timeout` reads still in flight are waited for before they are cut off.
     Other reads get as long to finish first."""
     piece_bytes: int = 2 << 20
-    """Bytes handed to NIXL in one post, 4096 or more."""
+    """Bytes handed to NIXL in one post, 4096 or more; over shared memory, where a post copies, up
+    to `inflight_bytes`."""
     inflight_bytes: int = 8 << 20
     """Most bytes in flight from one peer rank. With much more over TCP, a reader that is killed can
     crash its producer inside UCX."""

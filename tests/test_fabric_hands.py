@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -118,6 +119,20 @@ class Pair:
         assert helper is not None
         soon(lambda: helper.ready or helper.broken)
 
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """The helper begins nothing meanwhile."""
+        gate = threading.Event()
+        helper = self.hands._helper
+        assert helper is not None
+
+        def wait(_: object) -> None:
+            gate.wait()
+
+        helper._todo.put(wait)
+        yield
+        gate.set()
+
     def post(self, lists: PreparedLists, nbytes: int = LARGE_PIECE, *, more: bool = True) -> int:
         index = np.zeros(1, np.int32)
         return self.hands.post(lists, Piece(nbytes, index, index, NO_EXTRA), more)
@@ -182,6 +197,42 @@ def test_the_helper_has_so_many_bytes_at_once_and_no_more(pair: Pair) -> None:
     soon(lambda: pair.hands.done(given[0], PEER))
     pair.hands.free(given[0])
     assert is_helpers(pair.post(lists))
+
+
+def test_what_the_helper_has_not_begun_is_taken_back_when_nothing_else_waits(pair: Pair) -> None:
+    lists = pair.meet()
+    pair.second.open.clear()
+    begun, waiting = pair.post(lists), pair.post(lists)
+    soon(lambda: pair.second.calls[-1] == "done")
+    assert not pair.hands.done(waiting, PEER), "there may be another piece"
+    pair.hands.free(last := pair.post(lists, more=False))
+    assert not is_helpers(last)
+    assert pair.hands.done(waiting, PEER)
+    assert not pair.hands.done(begun, PEER)
+    pair.hands.free(waiting)
+    assert not pair.first.flying
+    pair.second.open.set()
+    soon(lambda: pair.hands.done(begun, PEER))
+    pair.hands.free(begun)
+    pair.hands.meet(META)
+    pair.settle()
+    assert pair.second.calls.count("post") == pair.first.calls.count("post") + 1 == 3, (
+        "two first reads, and the one piece that it had begun"
+    )
+
+
+def test_what_cannot_be_taken_back_fails(pair: Pair) -> None:
+    lists = pair.meet()
+    pair.second.open.clear()
+    handles = [pair.post(lists), pair.post(lists)]
+    soon(lambda: pair.second.calls[-1] == "done")
+    pair.post(lists, more=False)
+    pair.first.fails["post"] = PeerGoneError("gone")
+    with pytest.raises(PeerGoneError):
+        pair.hands.done(handles[1], PEER)
+    pair.hands.free(handles[1])
+    assert len(pair.first.flying) == 1
+    pair.second.open.set()
 
 
 def test_no_helper_without_a_peer_to_copy_from(pair: Pair) -> None:
@@ -261,9 +312,12 @@ def test_a_helper_that_ends_leaves_nobody_waiting(caplog: pytest.LogCaptureFixtu
     pair = Pair()
     lists = pair.meet()
     pair.second.fails["post"] = RuntimeError("a bug")
-    handle = pair.post(lists)
+    with pair.blocked():
+        begun, waiting = pair.post(lists), pair.post(lists)
     with pytest.raises(UncertainError, match="helper has ended"):
-        soon(lambda: pair.hands.done(handle, PEER))
+        soon(lambda: pair.hands.done(begun, PEER))
+    assert pair.hands.done(waiting, PEER), "read by the first instead"
+    assert pair.first.calls[-2:] == ["post", "done"]
     assert "a bug" in caplog.text
     assert not is_helpers(pair.post(lists))
     pair.hands.destroy()

@@ -3,7 +3,9 @@
 A read on one host is a copy by the kernel, made inside NIXL's post; and one thread copies at about
 two thirds of the speed that the memory has. So large reads from such peers are shared with a second
 agent, which has a thread of its own and takes pieces while the first one copies others. It is an
-agent like the first, and what is said of reads, failures and the fence holds for both.
+agent like the first, and what is said of reads, failures and the fence holds for both. It has
+many pieces waiting, since a thread that goes to sleep after each may be woken on the first one's
+core; when the first agent has no other piece to copy, it takes those that the helper has not begun.
 
 All that the helper's agent is asked for is asked on its thread, in order, and nobody waits for it:
 as long as it is not ready for a peer, the first agent copies alone.
@@ -17,7 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -49,8 +51,8 @@ def probe_row(address: int) -> Rows:
 
 
 class Hands:
-    """What posts the reads of one lane. `make(role)` makes an agent; at most `helper_bytes` are
-    with the helper at once. Every method runs on the fabric's thread."""
+    """What posts the reads of one lane. `make(role)` makes an agent; at most `helper_bytes` wait
+    for the helper. Every method runs on the fabric's thread."""
 
     def __init__(self, make: Callable[[str], NixlAgent], helper_bytes: int) -> None:
         self.agent = make("fetch")
@@ -63,6 +65,7 @@ class Hands:
         self._copies: dict[int, _Copy] = {}
         """By handle. NIXL's handles are addresses, and these are negative numbers."""
         self._number = 0
+        self._more = False
 
     def destroy(self) -> None:
         """Ends all that is in flight: when it returns, no read of these writes any more."""
@@ -108,11 +111,12 @@ class Hands:
     # ------------------------------------------------------------ reads (a `Poster`)
 
     def post(self, lists: PreparedLists, piece: Piece, more: bool) -> int:
+        self._more = more
         theirs = self._lists.get(lists)
         if more and theirs is not None and theirs.remote_handle and self._may_help(piece):
             assert self._helper is not None
             self._number -= 1
-            self._copies[self._number] = copy = _Copy(theirs, piece)
+            self._copies[self._number] = copy = _Copy(lists, theirs, piece)
             self._helper.copy(copy)
             return self._number
         return self.agent.post(lists, piece)
@@ -126,8 +130,14 @@ class Hands:
         copy = self._copies.get(handle)
         if copy is None:
             return self.agent.done(handle, peer)
+        assert self._helper is not None
+        broken = self._helper.broken
+        if (broken or not self._more) and copy.taken.acquire(blocking=False):
+            copy.handle = self.agent.post(copy.ours, copy.piece)
+        if copy.handle:
+            return self.agent.done(copy.handle, peer)
         if not copy.ended:
-            if self._helper is None or self._helper.broken:
+            if broken:
                 raise UncertainError(f"reading from {peer}: the helper has ended")
             return False
         if copy.error is not None:
@@ -135,16 +145,23 @@ class Hands:
         return True
 
     def free(self, handle: int) -> None:
-        if self._copies.pop(handle, None) is None:
+        copy = self._copies.pop(handle, None)
+        if copy is None:
             self.agent.free(handle)
+        elif copy.handle:
+            self.agent.free(copy.handle)
 
 
 @dataclass(eq=False, slots=True)
 class _Copy:
-    """A piece that the helper was given; `ended` is written last."""
+    """A piece that the helper was given, and whoever has `taken` reads; `ended` is written last."""
 
+    ours: PreparedLists
     lists: PreparedLists
     piece: Piece
+    taken: threading.Lock = field(default_factory=threading.Lock)
+    handle: int = 0
+    """Of the first agent, when it took it back."""
     error: FabricError | None = None
     ended: bool = False
 
@@ -254,6 +271,8 @@ class _Helper:
         agent.forget(name)
 
     def _copy(self, agent: NixlAgent, copy: _Copy) -> None:
+        if not copy.taken.acquire(blocking=False):
+            return
         try:
             if not self._read(agent, copy.lists, copy.piece):
                 return

@@ -46,10 +46,12 @@ class Poster(Protocol[L_contra]):
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """A remote agent as the queue sees it; `inflight` bytes are posted and not terminal."""
+    """A remote agent as the queue sees it; `inflight` bytes are posted and not terminal. `waiting`
+    bytes more may be, since so many are not begun."""
 
     name: str
     inflight: int = 0
+    waiting: int = 0
     gone: bool = False
     watched: Watched = field(default_factory=Watched)
 
@@ -152,7 +154,7 @@ class ReadQueue(Generic[L]):
         return False
 
     def _post(self, read: Read[L]) -> bool:
-        if not read.pieces or read.peer.inflight >= self._window:
+        if not read.pieces or read.peer.inflight >= self._window + read.peer.waiting:
             return False
         lists, piece = read.pieces.popleft()
         shares = [(read, piece), *self._company(read, lists, piece)]

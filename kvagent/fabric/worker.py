@@ -113,6 +113,7 @@ class NixlWorker:
         self._pinned = are_pinned(os.environ)
         self._piece_bytes = piece_bytes
         self._inflight_bytes = inflight_bytes
+        self._helper_bytes = 2 * inflight_bytes
         self._ranges: list[MemoryRange] = []
         self._canary = np.frombuffer(os.urandom(PROBE_BYTES), np.uint8)
         self._remotes: dict[str, NixlRemote] = {}
@@ -130,11 +131,10 @@ class NixlWorker:
         self._open(self._segments)
 
     def _open(self, segments: Segments) -> Lane:
-        half = self._inflight_bytes // 2
-        hands = Hands(lambda role: self._new_agent(role, segments), helper_bytes=half)
+        hands = Hands(lambda role: self._new_agent(role, segments), self._helper_bytes)
         hands.register(self._ranges)
         queue: ReadQueue[PreparedLists] = ReadQueue(
-            hands, self._inflight_bytes, time.monotonic, self._witness, together=half
+            hands, self._inflight_bytes, time.monotonic, self._witness, self._inflight_bytes // 2
         )
         self._lanes[segments] = lane = Lane(hands, queue)
         return lane
@@ -274,6 +274,7 @@ class NixlWorker:
         def resolved(outcome: ReadStats | FabricError) -> None:
             if remote.is_copied and not isinstance(outcome, FabricError):
                 remote.lane.hands.meet(remote.meta)
+                remote.peer.waiting = self._helper_bytes
             resolve(outcome)
 
         probe = [(remote.probe, PROBE)]
@@ -344,7 +345,9 @@ class NixlWorker:
             raise FabricError("these descriptor lists were released")
         assert isinstance(prepared, NixlPrepared)
         lists = prepared.lists
-        pieces = split(lists.local, lists.remote, selection, self._piece_bytes)
+        # A post that copies is over when it returns: several of them in flight are of no use.
+        piece_bytes = self._inflight_bytes if remote.is_copied else self._piece_bytes
+        pieces = split(lists.local, lists.remote, selection, piece_bytes)
         self._add(
             remote,
             [(lists, piece) for piece in pieces],
