@@ -26,19 +26,7 @@ KILLED_AND_DESTROYED = f"""
 import asyncio, itertools, random
 import numpy as np
 from kvagent.errors import PeerGoneError
-from kvagent.fabric.hands import Hands
 from tests.test_fabric_nixl import BLOCKS, Peer, Reader, everything, select
-
-helped = 0
-post = Hands.post
-
-def counted(hands, *given):
-    global helped
-    handle = post(hands, *given)
-    helped += handle < 0
-    return handle
-
-Hands.post = counted
 
 async def read_on(reader, prepared):
     for number in itertools.count():
@@ -46,15 +34,12 @@ async def read_on(reader, prepared):
         await reader.read(prepared, select(np.arange(BLOCKS), order))
 
 async def main():
-    async with Reader(piece_bytes=2 << 20, inflight_bytes=8 << 20) as reader:
+    async with Reader() as reader:
         for number in range({KILLS}):
             victim = Peer()
             try:
                 remote, prepared = await reader.prepare(victim)
-                before = helped
-                async with asyncio.timeout(20):
-                    while helped == before:
-                        await reader.read(prepared, everything())
+                await reader.read(prepared, everything())
                 readings = [asyncio.create_task(read_on(reader, prepared)) for _ in range(3)]
                 await asyncio.sleep(random.random() * 0.02)
                 victim.process.kill()
@@ -116,8 +101,7 @@ def test_who_keeps_an_error_does_not_keep_the_agent(victim: Peer, agents: list[b
             victim.process.kill()
             kept = await reading
             await reader.fabric.fence()
-            assert agents
-            assert all(agents)
+            assert agents == [True]
             assert isinstance(kept, PeerGoneError)
 
     run(body)

@@ -31,7 +31,7 @@ class Transport:
     broken: dict[int, FabricError] = field(default_factory=dict)
     refuse: FabricError | None = None
 
-    def post(self, lists: str, piece: Piece, more: bool) -> int:
+    def post(self, lists: str, piece: Piece) -> int:
         if self.refuse is not None:
             raise self.refuse
         handle = len(self.posted)

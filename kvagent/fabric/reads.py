@@ -36,22 +36,19 @@ class UncertainError(FabricError):
 
 
 class Poster(Protocol[L_contra]):
-    """What starts and checks the read of one piece: `Hands`, with prepared lists. `more`: another
-    piece waits to be posted."""
+    """What starts and checks the read of one piece: `NixlAgent`, with its prepared lists."""
 
-    def post(self, lists: L_contra, piece: Piece, more: bool) -> int: ...
+    def post(self, lists: L_contra, piece: Piece) -> int: ...
     def done(self, handle: int, peer: str) -> bool: ...
     def free(self, handle: int) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """A remote agent as the queue sees it; `inflight` bytes are posted and not terminal. `waiting`
-    bytes more may be, since so many are not begun."""
+    """A remote agent as the queue sees it; `inflight` bytes are posted and not terminal."""
 
     name: str
     inflight: int = 0
-    waiting: int = 0
     gone: bool = False
     watched: Watched = field(default_factory=Watched)
 
@@ -154,7 +151,7 @@ class ReadQueue(Generic[L]):
         return False
 
     def _post(self, read: Read[L]) -> bool:
-        if not read.pieces or read.peer.inflight >= self._window + read.peer.waiting:
+        if not read.pieces or read.peer.inflight >= self._window:
             return False
         lists, piece = read.pieces.popleft()
         shares = [(read, piece), *self._company(read, lists, piece)]
@@ -164,7 +161,7 @@ class ReadQueue(Generic[L]):
         for each, _ in shares:
             each.first_post = each.first_post or begin
         try:
-            handle = self._poster.post(lists, piece, any(each.pieces for each in self.reads))
+            handle = self._poster.post(lists, piece)
         except FabricError as error:
             self._failed(shares, error)
         else:

@@ -5,7 +5,7 @@ the fabric. A **fetching** agent does our own reads and is polled only while the
 all peers whose TCP segments are ours, and one more for each other size that a peer has.
 Destroying them is the fence: the only way to end a read whose peer hangs, and one that whoever
 reads from us does not notice. Every incarnation of an agent has a name of its own, since NIXL
-refuses a known name with new metadata. Large copies on one host are shared with a helper (`hands`).
+refuses a known name with new metadata.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from kvagent.fabric.base import (
     Selection,
     ignore,
 )
-from kvagent.fabric.hands import PROBE, Hands, probe_row
-from kvagent.fabric.pieces import Piece, Rows, split
+from kvagent.fabric.pieces import NO_EXTRA, Piece, Rows, split
 from kvagent.fabric.place import Place, read_place
 from kvagent.fabric.reads import Peer, Read, ReadQueue
 from kvagent.fabric.segments import Segments, are_pinned, own_segments
@@ -53,13 +52,14 @@ RETRY_SECONDS = 1.0
 MAX_LANES = 4
 """Sizes of segments that peers may have at the same time."""
 
+_FIRST = np.zeros(1, np.int32)
+
 
 class Lane:
-    """A fetching agent, with its helper if it has one, and their reads."""
+    """A fetching agent and its reads."""
 
-    def __init__(self, hands: Hands, queue: ReadQueue[PreparedLists]) -> None:
-        self.hands = hands
-        self.agent = hands.agent
+    def __init__(self, agent: NixlAgent, queue: ReadQueue[PreparedLists]) -> None:
+        self.agent = agent
         self.queue = queue
 
 
@@ -68,7 +68,6 @@ class NixlRemote(RemoteAgent):
 
     def __init__(self, meta: PeerMetadata, here: Place, lane: Lane) -> None:
         super().__init__(meta.agent)
-        self.meta = meta
         self.lane = lane
         self.peer = Peer(meta.agent)
         self.peer.watched.same_host = here.same_host(meta.place)
@@ -76,8 +75,8 @@ class NixlRemote(RemoteAgent):
         self.prepared: set[NixlPrepared] = set()
         self.probe = PreparedLists(
             meta.agent,
-            probe_row(self.landing.ctypes.data),
-            probe_row(meta.probe_address),
+            _row(self.landing.ctypes.data),
+            _row(meta.probe_address),
         )
         self.retired: list[PreparedLists] = []
         """Released, but a read may still use them."""
@@ -87,11 +86,6 @@ class NixlRemote(RemoteAgent):
     @property
     def carried(self) -> Carried | None:
         return self.peer.watched.carried
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether a read from it is a copy on this host, by what is known so far."""
-        return self.carried is not None and self.carried.transport == "shared_memory"
 
     @property
     def landing_range(self) -> MemoryRange:
@@ -113,7 +107,6 @@ class NixlWorker:
         self._pinned = are_pinned(os.environ)
         self._piece_bytes = piece_bytes
         self._inflight_bytes = inflight_bytes
-        self._helper_bytes = 2 * inflight_bytes
         self._ranges: list[MemoryRange] = []
         self._canary = np.frombuffer(os.urandom(PROBE_BYTES), np.uint8)
         self._remotes: dict[str, NixlRemote] = {}
@@ -131,12 +124,12 @@ class NixlWorker:
         self._open(self._segments)
 
     def _open(self, segments: Segments) -> Lane:
-        hands = Hands(lambda role: self._new_agent(role, segments), self._helper_bytes)
-        hands.register(self._ranges)
+        agent = self._new_agent("fetch", segments)
+        agent.register(self._ranges)
         queue: ReadQueue[PreparedLists] = ReadQueue(
-            hands, self._inflight_bytes, time.monotonic, self._witness, self._inflight_bytes // 2
+            agent, self._inflight_bytes, time.monotonic, self._witness, self._inflight_bytes // 2
         )
-        self._lanes[segments] = lane = Lane(hands, queue)
+        self._lanes[segments] = lane = Lane(agent, queue)
         return lane
 
     def _lane(self, segments: Segments) -> Lane:
@@ -197,7 +190,7 @@ class NixlWorker:
     def _end(self, reason: str) -> None:
         lanes, self._lanes = list(self._lanes.values()), {}
         for lane in lanes:
-            lane.hands.destroy()
+            lane.agent.destroy()
             lane.queue.abort(FabricError(f"fenced: {reason}"))
         self._leaving.clear()
         remotes, self._remotes = self._remotes, {}
@@ -231,7 +224,7 @@ class NixlWorker:
     def register(self, ranges: Sequence[MemoryRange]) -> None:
         self._serving.register(ranges)
         for lane in self._lanes.values():
-            lane.hands.register(ranges)
+            lane.agent.register(ranges)
         self._ranges += ranges
 
     def metadata(self, options: dict[str, str]) -> PeerMetadata:
@@ -271,14 +264,8 @@ class NixlWorker:
         return remote
 
     def probe(self, remote: NixlRemote, cancelled: CancelFlag, resolve: Resolve) -> None:
-        def resolved(outcome: ReadStats | FabricError) -> None:
-            if remote.is_copied and not isinstance(outcome, FabricError):
-                remote.lane.hands.meet(remote.meta)
-                remote.peer.waiting = self._helper_bytes
-            resolve(outcome)
-
-        probe = [(remote.probe, PROBE)]
-        self._add(remote, probe, PROBE_BYTES, 1, cancelled, ignore, 0.0, resolved)
+        piece = Piece(PROBE_BYTES, _FIRST, _FIRST, NO_EXTRA)
+        self._add(remote, [(remote.probe, piece)], PROBE_BYTES, 1, cancelled, ignore, 0.0, resolve)
 
     def forget(self, remote: RemoteAgent, done: Callable[[], None]) -> None:
         """Ends the peer's reads; `done` is called when it is forgotten, or was long ago."""
@@ -296,14 +283,14 @@ class NixlWorker:
 
     def _unprepare_retired(self, remote: NixlRemote) -> None:
         for lists in remote.retired:
-            remote.lane.hands.unprepare(lists)
+            remote.lane.agent.unprepare(lists)
         remote.retired.clear()
 
     def _drop(self, remote: NixlRemote) -> None:
         remote.retired += [remote.probe, *(prepared.lists for prepared in remote.prepared)]
         remote.prepared.clear()
         self._unprepare_retired(remote)
-        remote.lane.hands.forget(remote.name)
+        remote.lane.agent.forget(remote.name)
         remote.lane.agent.deregister(remote.landing_range)
         del self._remotes[remote.name]
         self._witness.forget(remote.peer.watched)
@@ -317,7 +304,7 @@ class NixlWorker:
     ) -> NixlPrepared:
         known = self._known(remote)
         lists = PreparedLists(remote.name, local, far, local_kind, remote_kind)
-        known.lane.hands.prepare(lists)
+        known.lane.agent.prepare(lists)
         prepared = NixlPrepared(known, lists)
         known.prepared.add(prepared)
         known.peer.watched.gpu |= "vram" in (local_kind, remote_kind)
@@ -345,8 +332,10 @@ class NixlWorker:
             raise FabricError("these descriptor lists were released")
         assert isinstance(prepared, NixlPrepared)
         lists = prepared.lists
+        carried = remote.carried
+        copies = carried is not None and carried.transport == "shared_memory"
         # A post that copies is over when it returns: several of them in flight are of no use.
-        piece_bytes = self._inflight_bytes if remote.is_copied else self._piece_bytes
+        piece_bytes = self._inflight_bytes if copies else self._piece_bytes
         pieces = split(lists.local, lists.remote, selection, piece_bytes)
         self._add(
             remote,
@@ -388,3 +377,7 @@ class NixlWorker:
         if known is not remote or known.forgotten:
             raise FabricError(f"{remote.name} was disconnected, or the fabric fenced: connect anew")
         return known
+
+
+def _row(address: int) -> Rows:
+    return Rows(np.array([[address, PROBE_BYTES, 0, PROBE_BYTES, 1]], np.uint64))
