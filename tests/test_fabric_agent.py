@@ -26,7 +26,17 @@ KILLED_AND_DESTROYED = f"""
 import asyncio, itertools, random
 import numpy as np
 from kvagent.errors import PeerGoneError
+from kvagent.fabric.hands import Source
 from tests.test_fabric_nixl import BLOCKS, Peer, Reader, everything, select
+
+ends = []
+copy = Source.copy
+
+def counted(source, *given):
+    ends.append(copy(source, *given))
+    return ends[-1]
+
+Source.copy = counted
 
 async def read_on(reader, prepared):
     for number in itertools.count():
@@ -34,7 +44,7 @@ async def read_on(reader, prepared):
         await reader.read(prepared, select(np.arange(BLOCKS), order))
 
 async def main():
-    async with Reader() as reader:
+    async with Reader(piece_bytes=2 << 20, inflight_bytes=8 << 20) as reader:
         for number in range({KILLS}):
             victim = Peer()
             try:
@@ -43,8 +53,8 @@ async def main():
                 readings = [asyncio.create_task(read_on(reader, prepared)) for _ in range(3)]
                 await asyncio.sleep(random.random() * 0.02)
                 victim.process.kill()
-                ends = await asyncio.gather(*readings, return_exceptions=True)
-                assert all(isinstance(end, PeerGoneError) for end in ends), ends
+                errors = await asyncio.gather(*readings, return_exceptions=True)
+                assert all(isinstance(error, PeerGoneError) for error in errors), errors
                 if number % 2:
                     await reader.fabric.disconnect(remote)
                 await reader.fabric.fence()
@@ -55,6 +65,7 @@ async def main():
                 victim.kill()
 
 asyncio.run(main())
+assert ends.count(True) > {KILLS}, "the helper did nothing"
 """
 
 

@@ -30,20 +30,31 @@ class Transport:
     finished: set[int] = field(default_factory=set)
     broken: dict[int, FabricError] = field(default_factory=dict)
     refuse: FabricError | None = None
+    more: list[bool] = field(default_factory=list)
+    withdrawn: int = 0
+    waiting: set[int] = field(default_factory=set)
+    """Not begun; they are when nothing else is to be done."""
 
-    def post(self, lists: str, piece: Piece) -> int:
+    def post(self, lists: str, piece: Piece, more: bool) -> int:
         if self.refuse is not None:
             raise self.refuse
         handle = len(self.posted)
+        self.more.append(more)
         self.posted.append(lists)
         self.pieces.append(piece)
         self.inflight[handle] = lists
         return handle
 
-    def done(self, handle: int, peer: str) -> bool:
+    def done(self, handle: int, peer: str, idle: bool) -> bool:
+        if idle:
+            self.waiting.discard(handle)
         if handle in self.broken:
             raise self.broken[handle]
         return handle in self.finished
+
+    def withdraw(self, handle: int) -> bool:
+        self.withdrawn += handle in self.waiting
+        return handle in self.waiting
 
     def free(self, handle: int) -> None:
         del self.inflight[handle]
@@ -215,6 +226,66 @@ def test_a_piece_larger_than_the_window_goes_alone() -> None:
     assert desk.transport.posted == ["a"]
     desk.finish_all()
     assert isinstance(desk.outcomes["a"], ReadStats)
+
+
+def test_who_posts_knows_whether_another_piece_waits() -> None:
+    desk, peer = Desk(), Peer("p")
+    desk.read("a", peer, 2)
+    desk.read("b", peer, 1)
+    desk.steps()
+    assert desk.transport.more == [True, True, False]
+
+
+def test_more_may_be_posted_when_it_is_not_begun() -> None:
+    desk, peer = Desk(window=20), Peer("p", waiting=20)
+    desk.read("a", peer, 9)
+    desk.steps()
+    assert len(desk.transport.posted) == 4
+    peer.waiting = 0
+    desk.transport.finished |= {0, 1}
+    desk.steps()
+    assert len(desk.transport.posted) == 4
+    desk.transport.finished.add(2)
+    desk.steps()
+    assert len(desk.transport.posted) == 5
+
+
+def test_what_is_not_begun_is_begun_when_nothing_can_be_posted() -> None:
+    """A piece of a peer whose window is full is none that can be posted."""
+    desk, peer = Desk(window=10), Peer("p")
+    desk.read("a", peer, 2)
+    assert desk.queue.step()
+    desk.transport.waiting = {0}
+    assert not desk.queue.step()
+    assert not desk.transport.waiting
+
+
+def test_what_is_not_begun_of_a_read_that_failed_is_withdrawn() -> None:
+    desk, peer = Desk(), Peer("p")
+    flag = desk.read("a", peer, 3)
+    desk.read("b", Peer("q"), 1)
+    desk.steps()
+    assert desk.transport.posted == ["a", "b", "a", "a"]
+    desk.transport.waiting = {0, 2, 3}
+    flag.cancel("enough")
+    desk.steps()
+    assert isinstance(desk.outcomes["a"], ReadCancelled)
+    assert desk.transport.withdrawn == 3
+    assert desk.landed["a"] == 0
+    assert set(desk.transport.inflight.values()) == {"b"}
+    assert peer.inflight == 0
+
+
+def test_a_peer_that_is_gone_is_gone_whatever_its_other_pieces_say() -> None:
+    """NIXL does not know it any more, and says so of pieces that were posted later."""
+    desk, peer = Desk(), Peer("p")
+    desk.read("a", peer, 1)
+    desk.read("b", peer, 1)
+    desk.steps()
+    desk.transport.broken = {0: PeerGoneError("gone"), 1: FabricError("not found")}
+    desk.steps()
+    assert isinstance(desk.outcomes["a"], PeerGoneError)
+    assert isinstance(desk.outcomes["b"], PeerGoneError)
 
 
 def test_an_empty_read_succeeds() -> None:

@@ -77,7 +77,9 @@ class PeerMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     segments: Segments = UCX_DEFAULT
     """Of its TCP connections; whoever reads takes the same."""
     place: Place | None = None
-    """Where the process runs; it decides nothing but what people are told of the transport."""
+    """Where the process runs."""
+    pid: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Its number in the PID namespace of its place."""
 
 
 def check_metadata(meta: PeerMetadata, options: Mapping[str, str]) -> None:

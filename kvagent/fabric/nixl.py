@@ -1,4 +1,4 @@
-"""The real fabric: NIXL over UCX, owned by one thread.
+"""The real fabric: NIXL over UCX, owned by one thread (and what `hands` gives to another).
 
 The event loop hands commands to the thread through a queue, and gets results back with
 `call_soon_threadsafe`; neither ever waits for the other. The thread sleeps in the queue while no

@@ -36,19 +36,24 @@ class UncertainError(FabricError):
 
 
 class Poster(Protocol[L_contra]):
-    """What starts and checks the read of one piece: `NixlAgent`, with its prepared lists."""
+    """What starts and checks the read of one piece: `Hands`, with prepared lists. `more`: another
+    piece waits to be posted; `idle`: none could be. What is not begun may be withdrawn: then it is
+    over."""
 
-    def post(self, lists: L_contra, piece: Piece) -> int: ...
-    def done(self, handle: int, peer: str) -> bool: ...
+    def post(self, lists: L_contra, piece: Piece, more: bool) -> int: ...
+    def done(self, handle: int, peer: str, idle: bool) -> bool: ...
+    def withdraw(self, handle: int) -> bool: ...
     def free(self, handle: int) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """A remote agent as the queue sees it; `inflight` bytes are posted and not terminal."""
+    """A remote agent as the queue sees it; `inflight` bytes are posted and not terminal. `waiting`
+    bytes more may be, since so many are not begun."""
 
     name: str
     inflight: int = 0
+    waiting: int = 0
     gone: bool = False
     watched: Watched = field(default_factory=Watched)
 
@@ -130,9 +135,10 @@ class ReadQueue(Generic[L]):
 
     def step(self) -> bool:
         """Posts one piece if one may be, and checks all. True when anything has changed."""
-        changed = self._post_next()
+        idle = not self._post_next()
+        changed = not idle
         for posted in list(self._posted):
-            changed |= self._check(posted)
+            changed |= self._check(posted, idle)
         for read in [read for read in self.reads if not read.inflight and not read.pieces]:
             self._finish(read)
             changed = True
@@ -151,7 +157,7 @@ class ReadQueue(Generic[L]):
         return False
 
     def _post(self, read: Read[L]) -> bool:
-        if not read.pieces or read.peer.inflight >= self._window:
+        if not read.pieces or read.peer.inflight >= self._window + read.peer.waiting:
             return False
         lists, piece = read.pieces.popleft()
         shares = [(read, piece), *self._company(read, lists, piece)]
@@ -161,7 +167,7 @@ class ReadQueue(Generic[L]):
         for each, _ in shares:
             each.first_post = each.first_post or begin
         try:
-            handle = self._poster.post(lists, piece)
+            handle = self._poster.post(lists, piece, any(each.pieces for each in self.reads))
         except FabricError as error:
             self._failed(shares, error)
         else:
@@ -190,15 +196,17 @@ class ReadQueue(Generic[L]):
             room -= nbytes
         return found
 
-    def _check(self, posted: Posted[L]) -> bool:
-        try:
-            if not self._poster.done(posted.handle, posted.peer.name):
-                return False
-        except FabricError as error:
-            self._failed(posted.shares, error)
-        else:
-            for read, piece in posted.shares:
-                read.landed(piece.nbytes)
+    def _check(self, posted: Posted[L], idle: bool) -> bool:
+        wanted = any(read.error is None for read, _ in posted.shares)
+        if wanted or not self._poster.withdraw(posted.handle):
+            try:
+                if not self._poster.done(posted.handle, posted.peer.name, idle):
+                    return False
+            except FabricError as error:
+                self._failed(posted.shares, error)
+            else:
+                for read, piece in posted.shares:
+                    read.landed(piece.nbytes)
         self._poster.free(posted.handle)
         self._posted.remove(posted)
         for read, piece in posted.shares:
@@ -208,6 +216,8 @@ class ReadQueue(Generic[L]):
 
     def _failed(self, shares: Sequence[tuple[Read[L], Piece]], error: FabricError) -> None:
         for read, _ in shares:
+            if read.peer.gone and not isinstance(error, UncertainError | PeerGoneError):
+                error = PeerGoneError(f"{read.peer.name} is gone")  # NIXL does not know it any more
             read.fail(error)
             if isinstance(error, PeerGoneError):
                 read.peer.gone = True

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 
@@ -34,6 +35,7 @@ from kvagent.fabric.base import (
     Selection,
     ignore,
 )
+from kvagent.fabric.hands import Hands, Source
 from kvagent.fabric.pieces import NO_EXTRA, Piece, Rows, split
 from kvagent.fabric.place import Place, read_place
 from kvagent.fabric.reads import Peer, Read, ReadQueue
@@ -56,11 +58,16 @@ _FIRST = np.zeros(1, np.int32)
 
 
 class Lane:
-    """A fetching agent and its reads."""
+    """A fetching agent with its helper, and their reads."""
 
-    def __init__(self, agent: NixlAgent, queue: ReadQueue[PreparedLists]) -> None:
-        self.agent = agent
+    def __init__(self, hands: Hands, queue: ReadQueue[PreparedLists]) -> None:
+        self.hands = hands
+        self.agent = hands.agent
         self.queue = queue
+
+    def end(self, error: FabricError) -> None:
+        self.hands.destroy()
+        self.queue.abort(error)
 
 
 class NixlRemote(RemoteAgent):
@@ -68,6 +75,7 @@ class NixlRemote(RemoteAgent):
 
     def __init__(self, meta: PeerMetadata, here: Place, lane: Lane) -> None:
         super().__init__(meta.agent)
+        self.meta = meta
         self.lane = lane
         self.peer = Peer(meta.agent)
         self.peer.watched.same_host = here.same_host(meta.place)
@@ -86,6 +94,20 @@ class NixlRemote(RemoteAgent):
     @property
     def carried(self) -> Carried | None:
         return self.peer.watched.carried
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether a read from it is a copy by the kernel, by what is known so far."""
+        carried = self.carried
+        return carried is not None and carried.transport == "shared_memory"
+
+    def as_source(self, here: Place) -> Source | None:
+        """For copies of our own, when the probe is here. None if its number means nothing here."""
+        place, pid = self.meta.place, self.meta.pid
+        known = place is not None and place.pid_namespace == here.pid_namespace != ""
+        if not (self.is_copied and known and pid):
+            return None
+        return Source(pid, self.meta.probe_address, self.landing.tobytes())
 
     @property
     def landing_range(self) -> MemoryRange:
@@ -107,6 +129,7 @@ class NixlWorker:
         self._pinned = are_pinned(os.environ)
         self._piece_bytes = piece_bytes
         self._inflight_bytes = inflight_bytes
+        self._helper_bytes = 2 * inflight_bytes
         self._ranges: list[MemoryRange] = []
         self._canary = np.frombuffer(os.urandom(PROBE_BYTES), np.uint8)
         self._remotes: dict[str, NixlRemote] = {}
@@ -126,10 +149,11 @@ class NixlWorker:
     def _open(self, segments: Segments) -> Lane:
         agent = self._new_agent("fetch", segments)
         agent.register(self._ranges)
+        hands = Hands(agent, self._helper_bytes)
         queue: ReadQueue[PreparedLists] = ReadQueue(
-            agent, self._inflight_bytes, time.monotonic, self._witness, self._inflight_bytes // 2
+            hands, self._inflight_bytes, time.monotonic, self._witness, self._inflight_bytes // 2
         )
-        self._lanes[segments] = lane = Lane(agent, queue)
+        self._lanes[segments] = lane = Lane(hands, queue)
         return lane
 
     def _lane(self, segments: Segments) -> Lane:
@@ -189,9 +213,9 @@ class NixlWorker:
 
     def _end(self, reason: str) -> None:
         lanes, self._lanes = list(self._lanes.values()), {}
-        for lane in lanes:
-            lane.agent.destroy()
-            lane.queue.abort(FabricError(f"fenced: {reason}"))
+        with ExitStack() as stack:  # every one, even when another cannot be destroyed
+            for lane in lanes:
+                stack.callback(lane.end, FabricError(f"fenced: {reason}"))
         self._leaving.clear()
         remotes, self._remotes = self._remotes, {}
         for remote in remotes.values():
@@ -238,6 +262,7 @@ class NixlWorker:
             options=options,
             segments=self._segments,
             place=self._place,
+            pid=os.getpid(),
         )
 
     # ------------------------------------------------------------ peers
@@ -265,7 +290,15 @@ class NixlWorker:
 
     def probe(self, remote: NixlRemote, cancelled: CancelFlag, resolve: Resolve) -> None:
         piece = Piece(PROBE_BYTES, _FIRST, _FIRST, NO_EXTRA)
-        self._add(remote, [(remote.probe, piece)], PROBE_BYTES, 1, cancelled, ignore, 0.0, resolve)
+
+        def resolved(outcome: ReadStats | FabricError) -> None:
+            source = remote.as_source(self._place)
+            if source is not None and not isinstance(outcome, FabricError):
+                remote.lane.hands.meet(remote.name, source)
+            resolve(outcome)
+
+        probe = [(remote.probe, piece)]
+        self._add(remote, probe, PROBE_BYTES, 1, cancelled, ignore, 0.0, resolved)
 
     def forget(self, remote: RemoteAgent, done: Callable[[], None]) -> None:
         """Ends the peer's reads; `done` is called when it is forgotten, or was long ago."""
@@ -291,6 +324,7 @@ class NixlWorker:
         remote.prepared.clear()
         self._unprepare_retired(remote)
         remote.lane.agent.forget(remote.name)
+        remote.lane.hands.forget(remote.name)
         remote.lane.agent.deregister(remote.landing_range)
         del self._remotes[remote.name]
         self._witness.forget(remote.peer.watched)
@@ -332,10 +366,10 @@ class NixlWorker:
             raise FabricError("these descriptor lists were released")
         assert isinstance(prepared, NixlPrepared)
         lists = prepared.lists
-        carried = remote.carried
-        copies = carried is not None and carried.transport == "shared_memory"
         # A post that copies is over when it returns: several of them in flight are of no use.
-        piece_bytes = self._inflight_bytes if copies else self._piece_bytes
+        piece_bytes = self._inflight_bytes if remote.is_copied else self._piece_bytes
+        helped = remote.lane.hands.helps(remote.name) and not remote.peer.watched.gpu
+        remote.peer.waiting = self._helper_bytes if helped else 0
         pieces = split(lists.local, lists.remote, selection, piece_bytes)
         self._add(
             remote,
